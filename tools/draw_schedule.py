@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.arguments import arg
-from megatron.config.plan.stages import bubble_fraction
-from megatron.parallel.schedules import Action, compute_order, timetable
+from megatron.config.plan.schedules import Action, activations_alive, compute_order, timetable
 from tools.shared.program import complain, read
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -68,24 +67,18 @@ def make_drawing(
     ]
 
 
-def most_alive(boxes: list[Box]) -> int:
-    """The most forwards of a stage whose backward is not done yet."""
-    alive = most = 0
-    for box in boxes:
-        alive += 1 if box.step.kind == "forward" else -1
-        most = max(most, alive)
-    return most
-
-
 def summary(drawing: Drawing, micro_batches: int, chunks: int) -> list[str]:
     """What the drawing shows, in numbers."""
+    stages = len(drawing)
     length = max(boxes[-1].end for boxes in drawing)
     busy = sum(box.end - box.start for box in drawing[0])
     return [
         f"time {length}, of which a stage works {busy}: bubble {length / busy - 1:.2%} of the "
-        f"ideal time (formula: {bubble_fraction(len(drawing), micro_batches, chunks):.2%})",
+        f"ideal time (formula: {(stages - 1) / (chunks * micro_batches):.2%})",
         "activations alive (micro-batch x chunk), by stage: "
-        + " ".join(str(most_alive(boxes)) for boxes in drawing),
+        + " ".join(
+            str(activations_alive(stage, stages, micro_batches, chunks)) for stage in range(stages)
+        ),
     ]
 
 

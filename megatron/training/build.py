@@ -209,7 +209,7 @@ def build_run(
 
         for chunk in model:
             compile_layers(chunk.decoder.layers.values(), dynamic=False)
-    buffers.wait_in_forward(model)
+    buffers.gathering.wait_in_forward(model)
     scheduler = build_scheduler(config, plan, optimizer)
     log.detail(f"> learning rate decay style: {scheduler.lr_decay_style}")
     fp8 = None

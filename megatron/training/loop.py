@@ -242,7 +242,7 @@ def train(
         log.detail_datetime("before the start of training step")
         reason = trainer.train()
         # nobody leaves while another still needs its part
-        run.buffers.wait_for_weights()
+        run.buffers.gathering.wait()
         if reason is None:
             log.detail_datetime("after training is done")
             trainer.saving.save()

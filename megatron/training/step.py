@@ -343,7 +343,7 @@ def _update(
         result = run.optimizer.step(gradient_scale, admit if run.before_update else None)
         if result.ok and run.buffers.weights is not None:
             with run.timers("params-all-gather", 1):
-                run.buffers.gather_weights()
+                run.buffers.gathering.start()
         if run.fp8:
             run.fp8.step(result.ok)
     return result, vetoes[0] if vetoes else None

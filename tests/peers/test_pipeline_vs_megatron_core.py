@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.plan.pipeline_layout import parse_layout, split_with_ends
-from megatron.config.plan.stages import split_layers, warm_up_forwards
-from megatron.parallel.schedules import compute_order
+from megatron.config.plan.schedules import compute_order, warm_up_forwards
+from megatron.config.plan.stages import split_layers
 
 pytestmark = pytest.mark.peers
 

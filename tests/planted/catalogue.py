@@ -164,7 +164,7 @@ BUGS = {
     ),
     # Tensor and sequence parallelism.
     "norm gradients of sequence shards not summed": Bug(
-        "megatron.parallel.ddp.GradBuffers.sum_over_ranks",
+        "megatron.parallel.reduction.Reduction.sum_over_ranks",
         "bucket.layout.partial",
         "()",
         f"{LAYOUTS}[{SEQUENCE}]",
@@ -356,16 +356,16 @@ BUGS = {
         f"{LAYOUTS}[ep2, experts, all-gather]",
     ),
     "gradients of experts summed over all data-parallel ranks": Bug(
-        "megatron.parallel.ddp.GradBuffers.__init__",
+        "megatron.parallel.flat_buffers.FlatBuffers.__init__",
         "ctx.experts if bucket.experts else ctx.dense",
         "ctx.dense",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "gradients of experts divided by the data-parallel size": Bug(
-        "megatron.parallel.ddp.GradBuffers._start",
+        "megatron.parallel.reduction.Reduction._start",
         "self._collect(wait=False)",
         "self._collect(wait=False)\n"
-        "self.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.layout.experts else 1",
+        "self._buffers.flat[bucket.range] *= 1 / self._ctx.ep.size if bucket.layout.experts else 1",
         f"{LAYOUTS}[ep2, experts, all-to-all]",
     ),
     "gradients of experts added to those of the iteration before": Bug(
@@ -441,17 +441,17 @@ BUGS = {
         f"{LAYOUTS}[pp2]",
     ),
     "too few warm-up forwards": Bug(
-        "megatron.config.plan.stages.warm_up_forwards",
+        "megatron.config.plan.schedules.warm_up_forwards",
         "(chunks - 1) * (group or stages)",
         "chunks - 1",
         f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
         "campaign",
     ),
     "a warm-up that leaves stages idle": Bug(
-        "megatron.config.plan.stages.warm_up_forwards",
+        "megatron.config.plan.schedules.warm_up_forwards",
         "2 * after",
         "after",
-        "tests/core/parallel/test_schedules.py",
+        "tests/core/config/plan/test_schedules.py",
     ),
     "a swapped virtual chunk": Bug(
         "megatron.training.step.MicroBatches.forward",
@@ -462,7 +462,7 @@ BUGS = {
         "sweep",
     ),
     "backward begins with the first virtual chunk": Bug(
-        "megatron.parallel.schedules._alternate",
+        "megatron.config.plan.schedules.compute_order",
         "chunks - 1 - chunk",
         "chunk",
         f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
@@ -493,8 +493,8 @@ BUGS = {
         "::test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself",
     ),
     "buckets summed before the gradients are compared": Bug(
-        "megatron.parallel.ddp.GradBuffers._gradient_ready",
-        "self.reduce_instead",
+        "megatron.parallel.reduction.Reduction._gradient_ready",
+        "self.instead",
         "None",
         "tests/features/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
     ),
@@ -569,17 +569,20 @@ BUGS = {
         f"{LAYOUTS}[{SHARDS}]",
     ),
     "a bucket is sent one micro-batch early": Bug(
-        "megatron.parallel.ddp.GradBuffers._gradient_ready",
+        "megatron.parallel.reduction.Reduction._gradient_ready",
         "self._expected[p] == 0",
         "self._expected[p] == 1",
         f"{LAYOUTS}[{TWICE}]",
         "sweep",
     ),
     "a bucket is sent when its first parameter is complete": Bug(
-        "megatron.parallel.ddp.GradBuffers.zero", "len(bucket.params)", "1", f"{LAYOUTS}[{TWICE}]"
+        "megatron.parallel.reduction.Reduction.expect",
+        "len(bucket.params)",
+        "1",
+        f"{LAYOUTS}[{TWICE}]",
     ),
     "gradients not summed over instances": Bug(
-        "megatron.parallel.ddp.GradBuffers._reduce_over_instances",
+        "megatron.parallel.reduction.Reduction._reduce_over_instances",
         "shard.size > 1 and instances.size > 1 and bucket.shard.start < bucket.shard.stop",
         "False",
         f"{LAYOUTS}[{TWICE}]",
@@ -592,21 +595,21 @@ BUGS = {
     ),
     "weights not gathered": Bug(
         "megatron.training.step._update",
-        "run.buffers.gather_weights()",
+        "run.buffers.gathering.start()",
         "",
         f"{LAYOUTS}[{SHARDS}]",
         "sweep",
     ),
     "weights used before they arrive": Bug(
-        "megatron.parallel.ddp._before_forward",
-        "_wait_for(buckets)",
+        "megatron.parallel.gathering.Gathering._before_forward",
+        "self._wait_for(buckets)",
         "",
         "tests/core/parallel/test_ddp.py::test_weights_arrive_before_they_are_used",
     ),
     "norm gradients of sequence shards sent before they are summed": Bug(
-        "megatron.parallel.ddp.GradBuffers._gradient_ready",
-        "bucket.missing or bucket.layout.partial",
-        "bucket.missing",
+        "megatron.parallel.reduction.Reduction._gradient_ready",
+        "self._missing[bucket] or bucket.layout.partial",
+        "self._missing[bucket]",
         f"{LAYOUTS}[{SEQUENCE_SHARDS}]",
     ),
     "a shard is written as if tensor parallelism had not cut the tensor": Bug(

@@ -4,8 +4,10 @@ data-parallel rank owns, as integers."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -106,6 +108,7 @@ def lay_out(
     partition: Partition | None = None,
     experts: Sequence[bool] = (),
     expert_shards: int = 1,
+    units: Sequence[int] = (),
 ) -> Layout:
     """Buckets of parameters in reverse order. Backward runs from the last layer to the first, so
     the gradients of the first bucket are complete first: their sum overlaps the rest of backward.
@@ -115,12 +118,14 @@ def lay_out(
     ranges of a bucket: a range cut out of a tensor is then updated bit for bit as in the whole
     tensor, whose vectors begin at the same elements. Parameters with `partial` axes come last,
     those of equal axes together, and share no bucket with others; after them come those that
-    `experts` marks, which `expert_shards` ranks share.
+    `experts` marks, which `expert_shards` ranks share. `units` has a number for each parameter, of
+    its layer say: parameters of two units share no bucket.
 
     With a `partition` the parameters are walked in its order, and those that it assigns have
     buckets of their own. What one rank owns must be one range, so in a bucket they lie in the order
     of their owners."""
     align = ALIGN_BYTES // itemsize
+    padded = [_round_up(size, align) for size in sizes]
     walk = partition.order if partition else range(len(sizes))
     owners: Sequence[Owners] = partition.owners if partition else [()] * len(sizes)
     # What is summed over other ranks, or is whole on its owner, needs a bucket of its own: (of
@@ -132,51 +137,64 @@ def lay_out(
         for number, axes in enumerate(partial)
     ]
     order = sorted(reversed(walk), key=lambda number: kinds[number])
+    company = [(kind, *units[number : number + 1]) for number, kind in enumerate(kinds)]
     starts = [0] * len(sizes)
     buckets = []
-    members: list[int] = []
     begin = 0
-    end = 0
-
-    def close() -> None:
-        nonlocal begin, end
+    for members in _cut(order, company, padded, bucket_size):
         of_experts, equal, _, axes = kinds[members[0]]
         ranks = expert_shards if of_experts else shards
+        placed = members
+        if not equal:
+            # One after the other by the ranks that own their first and their last piece.
+            placed = sorted(members, key=lambda n: (owners[n][0][1], owners[n][-1][1]))
+        end = begin
+        for number in placed:
+            starts[number] = end
+            end += padded[number]
         if equal:
-            end = begin + _round_up(end - begin, align * ranks)
-            size = (end - begin) // ranks
-            cuts = [begin + rank * size for rank in range(ranks + 1)]
+            # As many aligned elements for each rank: the last ones are padding.
+            share = _round_up(end - begin, align * ranks) // ranks
+            cuts = [begin + rank * share for rank in range(ranks + 1)]
         else:
-            cuts = by_owner()
-            cuts += [end] * (ranks + 1 - len(cuts))
-        buckets.append(Bucket(begin, end, tuple(members), axes, tuple(cuts), of_experts, not equal))
-        members.clear()
-        begin = end
-
-    def by_owner() -> list[int]:
-        """Move the members into the order of their owners; where the range of each owner begins. A
-        rank that owns nothing gets an empty range, where the next one's begins."""
-        cuts: list[int] = []
-        start = begin
-        for number in sorted(members, key=lambda n: (owners[n][0][1], owners[n][-1][1])):
-            starts[number] = offset = start
-            for size, owner in owners[number]:
-                cuts += [offset if cuts else begin] * (owner + 1 - len(cuts))
-                offset += size
-            start += _round_up(sizes[number], align)
-        return cuts
-
-    for number in order:
-        if members and kinds[members[0]] != kinds[number]:
-            close()
-        starts[number] = end
-        end += _round_up(sizes[number], align)
-        members.append(number)
-        if bucket_size is not None and end - begin >= bucket_size:
-            close()
-    if members:
-        close()
+            cuts = _cuts_by_owner([(starts[n], owners[n]) for n in placed], end, ranks)
+        bucket = Bucket(begin, cuts[-1], tuple(members), axes, tuple(cuts), of_experts, not equal)
+        buckets.append(bucket)
+        begin = bucket.stop
     return Layout(tuple(sizes), tuple(starts), tuple(buckets))
+
+
+def _cut(
+    order: Iterable[int], company: Sequence[object], padded: Sequence[int], bucket_size: int | None
+) -> Iterator[list[int]]:
+    """The parameters of each bucket: neighbours in the order with the same company, until it is
+    full."""
+    for _, numbers in groupby(order, key=company.__getitem__):
+        members: list[int] = []
+        size = 0
+        for number in numbers:
+            members.append(number)
+            size += padded[number]
+            if bucket_size is not None and size >= bucket_size:
+                yield members
+                members = []
+                size = 0
+        if members:
+            yield members
+
+
+def _cuts_by_owner(placed: Sequence[tuple[int, Owners]], end: int, ranks: int) -> list[int]:
+    """Where the range of each rank begins, and the `end` of the last: at the first piece that it or
+    a later rank owns, so a rank that owns nothing has an empty range."""
+    starts = []
+    by_rank = []
+    for start, pieces in placed:
+        for size, owner in pieces:
+            starts.append(start)
+            by_rank.append(owner)
+            start += size
+    starts.append(end)
+    return [starts[bisect_left(by_rank, rank)] for rank in range(ranks + 1)]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from megatron.config.plan.plan import BYTES, Plan, fp8_layers
-from megatron.config.plan.stages import activations_alive, messages_waiting
+from megatron.config.plan.schedules import activations_alive, messages_waiting
 from megatron.config.tree import Config
 
 IDS = 8  # bytes of a token id
@@ -156,13 +156,10 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     chunks = plan.layers_per_stage[stage]
     stages = len(plan.layers_per_stage)
     largest = max(chunks, key=lambda chunk: chunk_activations(config, plan, chunk))
-    alive = activations_alive(
-        stage,
-        stages,
-        plan.num_microbatches(plan.train_iters),
-        len(chunks),
-        config.parallel.microbatch_group_size_per_vp_stage,
-    )
+    micro_batches = plan.num_microbatches(plan.train_iters)
+    group = config.parallel.microbatch_group_size_per_vp_stage
+    pipeline = (stage, stages, micro_batches, len(chunks), group)
+    alive = activations_alive(*pipeline)
     micro_batch = chunk_activations(config, plan, largest) + (
         embedding_activations(config, plan) if stage == 0 else 0
     )
@@ -182,7 +179,7 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
         backward = max(backward, head + last)
     if stage == 0:  # its layers' activations are freed by then
         backward = max(backward, sizes.embedding_backward() - micro_batch)
-    moving = messages_waiting(stage, stages, len(chunks), config.parallel.overlap_p2p_comm)
+    moving = messages_waiting(*pipeline, config.parallel.overlap_p2p_comm)
     moving *= sizes.rows * sizes.hidden * sizes.residual
     stored = alive * micro_batch + fp8_weights(config, plan, stage)
     return Activations(stored, alive, head, recomputed, moving, backward)

@@ -20,7 +20,7 @@ from megatron.config.plan.plan import (
     shards,
     whole_partition,
 )
-from megatron.config.plan.stages import bubble_fraction
+from megatron.config.plan.schedules import bubble_fraction
 from megatron.config.plan.tokenizer_ids import ids_in_file
 from megatron.config.plan.transfers import axis_sizes, sent_by_axis
 from megatron.config.plan.zero_partition import assignment
@@ -141,9 +141,10 @@ def traffic_lines(config: Config, plan: Plan) -> list[str]:
             if chunks > 1
             else f"{micro_batches} micro-batches"
         )
+        group = config.parallel.microbatch_group_size_per_vp_stage
+        bubble = bubble_fraction(stages, micro_batches, chunks, group)
         lines.append(
-            f"bubble: {bubble_fraction(stages, micro_batches, chunks):.3f} of a stage's working "
-            f"time = ({stages} stages - 1) / {of}"
+            f"bubble: {bubble:.3f} of a stage's working time = ({stages} stages - 1) / {of}"
         )
     sizes = axis_sizes(config, plan)
     # more than 1 where anything has replicas

@@ -1,5 +1,4 @@
-"""Assigns layers to pipeline stages, and gives warm-up, live activations and bubble of a
-schedule by formula."""
+"""Assigns layers to pipeline stages, and says which numbers of micro-batches they take."""
 
 from __future__ import annotations
 
@@ -13,8 +12,6 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 EMBEDDING = "--account-for-embedding-in-pipeline-split"
 LOSS = "--account-for-loss-in-pipeline-split"
-# of a stage, each of which holds a tensor; a receive is posted before the computation after next
-SENDS_UNDER_WAY = 4
 
 
 def chunks_per_stage(
@@ -163,48 +160,3 @@ def check_micro_batches(
             f"{above} (or {above - stages or 2 * stages}) of them, or remove {PER_CHUNK} / "
             f"{CHUNKS} [micro-batches-not-divisible-by-stages]"
         )
-
-
-def warm_up_forwards(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, group: int | None = None
-) -> int:
-    """Forwards (of one chunk each) that a stage does before it alternates forward and backward.
-
-    1F1B and interleaved 1F1B of Narayanan et al. 2021, counted as Megatron does. group:
-    micro-batches that pass a chunk in turn, by default as many as stages.
-    """
-    after = stages - stage - 1
-    turns = (chunks - 1) * (group or stages)
-    return min(after if chunks == 1 else 2 * after + turns, micro_batches * chunks)
-
-
-def activations_alive(
-    stage: int, stages: int, micro_batches: int, chunks: int = 1, group: int | None = None
-) -> int:
-    """The most (micro-batch, chunk) pairs whose activations a stage holds at a time."""
-    warm_up = warm_up_forwards(stage, stages, micro_batches, chunks, group)
-    return min(warm_up + 1, micro_batches * chunks)
-
-
-def messages_waiting(stage: int, stages: int, chunks: int, overlap: bool = True) -> int:
-    """The most hidden states and gradients that a stage holds because they are being sent or wait
-    for their computation.
-
-    With virtual stages the gradients of the last stage's other chunks come around the whole
-    pipeline: a backward takes about two thirds of a micro-batch's time, so they run ahead of the
-    last stage by a third of the stages.
-    """
-    if stages == 1:
-        return 0
-    received = 2
-    if chunks == 1:
-        received = 1
-    elif stage == stages - 1:
-        received = stages // 3
-    return received + (SENDS_UNDER_WAY if overlap else 0)
-
-
-def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of a stage as a share of its working time: (p - 1) / (v m), Narayanan et al.
-    2021."""
-    return (stages - 1) / (chunks * micro_batches)

@@ -89,7 +89,7 @@ class TaskScores(Hook):
         monitor = self._run.services.signals.monitor
         if monitor:
             monitor.begin(Phase("tasks", iteration))  # however long they take
-        self._run.buffers.wait_for_weights()
+        self._run.buffers.gathering.wait()
         with self._run.timers("evaluate"), contextlib.redirect_stderr(io.StringIO()):
             scores = task_scores(self._model, self._tasks)
         self._lines.timers(["evaluate"])

@@ -79,13 +79,13 @@ class StepVerification(Hook):
         replicas = gather_objects((own_batches, ctx.dp_cp.rank), ctx.dp)
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
-            run.buffers.reduce_instead = lambda: self._compare(iteration, replicas, before)
+            run.buffers.reduction.instead = lambda: self._compare(iteration, replicas, before)
             result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         except _Repeat as repeat:
-            run.buffers.reduce_instead = functools.partial(self._check, iteration, repeat)
+            run.buffers.reduction.instead = functools.partial(self._check, iteration, repeat)
             result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         finally:
-            run.buffers.reduce_instead = None
+            run.buffers.reduction.instead = None
         self._compare_results(iteration, result)
         return result
 
@@ -98,7 +98,7 @@ class StepVerification(Hook):
         """The hash of the local gradients of these micro-batches; they stay in the buffers."""
         run = self._run
         sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
-        run.buffers.reduce_instead = _nothing  # nothing is summed
+        run.buffers.reduction.instead = _nothing  # nothing is summed
         run.buffers.zero(len(batches))
         forward_backward(run, self._forward_step, iter(batches), sums, iteration, dp_cp_rank)
         return self._hash()
@@ -179,7 +179,7 @@ class StepVerification(Hook):
         """What all ranks must have alike after the update. Raises GradientsDiffer or
         WeightsDiffer."""
         run = self._run
-        run.buffers.wait_for_weights()
+        run.buffers.gathering.wait()
         own_result = repr((result.loss, result.grad_norm, result.num_zeros))
         results = gather_objects((own_result, str(this_process())), run.runtime.ctx.world)
         odd = _minority([value for value, _ in results])

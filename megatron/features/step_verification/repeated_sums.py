@@ -34,7 +34,7 @@ def reduce_twice(
         digests = []
         for _ in range(2):
             gradients.copy_(local)
-            buffers.sum_over_ranks([bucket])
+            buffers.reduction.sum_over_ranks([bucket])
             sharded = bucket.replicas.shard.size > 1
             digests.append(digest(buffers.flat[bucket.shard] if sharded else gradients))
         same = bucket.replicas.instances

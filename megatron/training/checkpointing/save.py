@@ -110,7 +110,7 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     """(name, its layout, axis of the ranks that hold the same, its parts with their places in the
     whole) of every tensor of the run on this rank: weights, then optimizer state."""
     ctx = run.runtime.ctx
-    run.buffers.wait_for_weights()
+    run.buffers.gathering.wait()
     for p in run.model.parameters():
         sharding = sharding_of(p)
         same = ctx.replicas(sharding.replicas).data

@@ -33,6 +33,7 @@ PHASES = (
     ("send_activation", "pipeline transfer"),
     ("send_gradient", "pipeline transfer"),
     ("megatron/parallel/ddp.py", "gradient reduction"),
+    ("megatron/parallel/reduction.py", "gradient reduction"),
     ("megatron/training/evaluation.py", "evaluation"),
     ("megatron/training/checkpointing/", "save"),
     ("megatron/checkpoint/", "save"),

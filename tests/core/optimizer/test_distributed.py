@@ -94,7 +94,7 @@ def trained(
         buffers.reduce()
         results.append(tuple(optimizer.step(grad_factor=1 / ranks)))
         if results[-1][0]:
-            buffers.gather_weights()
+            buffers.gathering.start()
     state = optimizer.tensors()
     return {
         "weights": {p.sharding.name: p.detach().clone() for p in params},
@@ -220,7 +220,7 @@ def alone(rank: int, world: int) -> tuple[int, int, list[bool]]:
         before = p.detach().clone()
         buffers.reduce()
         result = optimizer.step()
-        buffers.gather_weights()
+        buffers.gathering.start()
         assert (
             result.grad_norm == pytest.approx(8.0)
             and result.num_zeros == 0

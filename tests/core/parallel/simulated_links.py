@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from itertools import groupby
 from typing import NamedTuple
 
-from megatron.parallel.schedules import Action, Schedule
+from megatron.config.plan.schedules import Action, Schedule
 
 RULES = ("blocking", "batches", "pairs")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.model.blocks.moe.module import GroupedLinear
-from megatron.parallel import ddp
+from megatron.parallel import gathering, reduction
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.ddp import GradBuffers
@@ -216,7 +216,7 @@ class Spy:
 
     def __init__(self, events: list[Any]):
         for name in ("start_reduce_scatter_", "start_all_reduce"):
-            setattr(ddp, name, self.spied(getattr(ddp, name), name, events))
+            setattr(reduction, name, self.spied(getattr(reduction, name), name, events))
 
     @staticmethod
     def spied(start: Any, name: str, events: list[Any]) -> Any:
@@ -361,14 +361,14 @@ def test_one_process_and_no_overlap_have_no_hooks():
             overlap_grad_reduce=True,
             overlap_param_gather=True,
         )
-        buffers.wait_in_forward(model)
+        buffers.gathering.wait_in_forward(model)
         assert not any(p._post_accumulate_grad_hooks for p in buffers.params)
         assert not any(module._forward_pre_hooks for module in model.modules())
         assert all(a is b for a, b in zip(buffers.owned, model.parameters(), strict=True)), (
             "nothing is copied or cut"
         )
-        buffers.gather_weights()
-        buffers.wait_for_weights()
+        buffers.gathering.start()
+        buffers.gathering.wait()
 
 
 class Slow(Pending):
@@ -411,9 +411,9 @@ def updated(
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
     )
-    buffers.wait_in_forward(model)
-    start = ddp.start_all_gather_
-    ddp.start_all_gather_ = lambda x, axis: Slow(x, axis, start)
+    buffers.gathering.wait_in_forward(model)
+    start = gathering.start_all_gather_
+    gathering.start_all_gather_ = lambda x, axis: Slow(x, axis, start)
     for _ in range(2):
         buffers.zero()
         buffers.reduce()
@@ -423,7 +423,7 @@ def updated(
         Slow.waited.clear()
         for part in buffers.owned:
             part.add_(1.0)
-        buffers.gather_weights()
+        buffers.gathering.start()
     outputs = []
     waited = []
     x = micro_batch(0, 0, torch.float32)
@@ -527,7 +527,7 @@ def step_times(rank: int, world: int, compute: float, communication: float) -> d
     """Seconds of backward and reduction with and without overlap; one bucket a layer."""
     link = SlowLink(communication)
     found = {}
-    ddp.start_reduce_scatter_ = link.over(ddp.start_reduce_scatter_)
+    reduction.start_reduce_scatter_ = link.over(reduction.start_reduce_scatter_)
     for overlap in (False, True):
         params = [nn.Parameter(torch.ones(16)) for _ in range(DEPTH)]
         for number, p in enumerate(params):

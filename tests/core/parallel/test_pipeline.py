@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plan.stages import bubble_fraction
+from megatron.config.plan.schedules import Action, bubble_fraction, compute_order
 from megatron.parallel import pipeline
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.pipeline import Pipeline, run_schedule, stage_schedule
-from megatron.parallel.schedules import Action, compute_order, one_forward_one_backward
 from tests.forkrun import run_ranks
 
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def test_steps_run_in_order_and_backward_gets_its_own_forward(stage, stages):
     def backward(output: torch.Tensor, gradient: None) -> None:
         said.append(Action("backward", output.item()))
 
-    steps = one_forward_one_backward(stage, stages, 5)
+    steps = compute_order(stage, stages, 5)
     run_schedule(iter(steps), forward, backward)
     assert said == steps
 
@@ -56,7 +55,7 @@ def test_an_output_is_let_go_after_its_backward():
                 break
             time.sleep(0.01)
 
-    run_schedule(one_forward_one_backward(0, 1, 4), forward, backward)
+    run_schedule(compute_order(0, 1, 4), forward, backward)
     assert alive == [1, 1, 1, 1]
 
 

@@ -595,7 +595,7 @@ def another_reduction() -> None:
 
     def twice(self: ddp.GradBuffers) -> None:
         reduce(self)
-        collectives.all_reduce_(self.flat, self._ctx.dp_cp)
+        collectives.all_reduce_(self.flat, self.reduction._ctx.dp_cp)
 
     ddp.GradBuffers.reduce = twice
     recorder.watch()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.features.step_verification.hook import StepVerification
-from megatron.parallel import ddp
+from megatron.parallel import gathering, reduction
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis
 from megatron.training import loop
@@ -87,7 +87,8 @@ def _broken(places: Sequence[str], rank: int, first: int, last: int | None = Non
         return wrong
 
     for place in places:
-        setattr(ddp, place, of(getattr(ddp, place)))
+        module = gathering if "gather" in place else reduction
+        setattr(module, place, of(getattr(module, place)))
 
 
 def _flipped(x: torch.Tensor) -> torch.Tensor:

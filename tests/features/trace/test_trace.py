@@ -14,7 +14,7 @@ from megatron.features.trace import dry_run
 from megatron.features.trace.compare import check_agreement, figures, sent
 from megatron.features.trace.recorder import TraceError
 from megatron.model.blocks.mlp.module import MLP
-from megatron.parallel import collectives, ddp, pipeline
+from megatron.parallel import collectives, ddp, flat_buffers, pipeline, reduction
 from megatron.training import get_args, step
 from tests.features.trace.tracing import Traced
 from tests.load_tool import load_tool
@@ -232,7 +232,7 @@ def test_logits_that_are_kept():
 
 
 def test_a_bucket_kept_twice(monkeypatch):
-    flatten = ddp._flatten
+    flatten = flat_buffers._flatten
     twice = []
 
     def keeping(params, layout):
@@ -240,7 +240,7 @@ def test_a_bucket_kept_twice(monkeypatch):
         twice.append(flat.clone())
         return flat
 
-    monkeypatch.setattr(ddp, "_flatten", keeping)
+    monkeypatch.setattr(flat_buffers, "_flatten", keeping)
     message = refused("trace-memory-kept", flags=SHARDED, world=2)
     assert "keeping" in message and f"{twice[0].nbytes:,} bytes" in message
 
@@ -285,13 +285,13 @@ def test_a_sum_over_the_wrong_group(monkeypatch, missing):
         axes["tp"] = ctx.tp
         built(self, params, ctx, *args, **kwargs)
 
-    start = ddp.start_all_reduce
+    start = reduction.start_all_reduce
 
     def wrong(x, axis):
         return (lambda: x) if missing else start(x, axes["tp"])
 
     monkeypatch.setattr(ddp.GradBuffers, "__init__", remembering)
-    monkeypatch.setattr(ddp, "start_all_reduce", wrong)
+    monkeypatch.setattr(reduction, "start_all_reduce", wrong)
     message = refused("trace-wrong-group", flags=(TP, "2"), world=4)
     assert (" 0 bytes" in message) if missing else (" tp" in message)
 

@@ -41,7 +41,7 @@ SITES = {
     "backward": ("torch.autograd", "backward", ""),
     "reduction": ("megatron.parallel.ddp", "GradBuffers.reduce", ""),
     "TP collective": ("megatron.parallel.collectives", "start_all_reduce", "tp"),
-    "DP collective": ("megatron.parallel.ddp", "start_all_reduce", "instances"),
+    "DP collective": ("megatron.parallel.reduction", "start_all_reduce", "instances"),
     "PP receive": ("megatron.parallel.pipeline", "P2PLinks.receive", ""),
     "optimizer": ("megatron.optimizer.optimizer", "MixedPrecisionOptimizer.step", ""),
     "evaluation": ("megatron.training.evaluation", "evaluate", ""),

@@ -65,6 +65,26 @@ def test_every_element_lies_once_and_belongs_to_one_shard(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
+def test_no_bucket_spans_two_units(seed):
+    """Cut by layer, a bucket has parameters of one unit, and where the size does not cut it either,
+    all of that kind; one unit for all changes nothing."""
+    rng = random.Random(seed)
+    units = sorted(rng.choices(range(5), k=rng.randint(1, 30)))
+    sizes = [rng.choice([1, 16, 33, 100]) for _ in units]
+    partial = [rng.choice(PARTIAL) for _ in units]
+    options = {"bucket_size": rng.choice([None, 50, 300]), "shards": 2, "itemsize": 4}
+    layout = lay_out(sizes, partial, units=units, **options)
+    kinds = [(units[bucket.members[0]], bucket.partial) for bucket in layout.buckets]
+    for (unit, axes), bucket in zip(kinds, layout.buckets, strict=True):
+        assert {(units[n], partial[n]) for n in bucket.members} == {(unit, axes)}
+    if options["bucket_size"] is None:
+        assert len(set(kinds)) == len(kinds)
+    assert sorted(n for bucket in layout.buckets for n in bucket.members) == list(range(len(units)))
+    same = lay_out(sizes, partial, units=[7] * len(units), **options)
+    assert same == lay_out(sizes, partial, **options)
+
+
+@pytest.mark.parametrize("seed", range(40))
 def test_whole_parameters_belong_to_one_rank_each(seed):
     """As InternLM walks and gives them out, in flat buckets of any size: the two halves of a gated
     matrix by themselves."""

@@ -1,17 +1,13 @@
-"""Layers over stages and chunks: all of them once, as even as can be, or a message; the formulas
-against counting."""
+"""Layers over stages and chunks: all of them once, as even as can be, or a message."""
 
 from __future__ import annotations
 
 import pytest
 
 from megatron.config.plan.stages import (
-    activations_alive,
-    bubble_fraction,
     check_micro_batches,
     chunks_per_stage,
     split_layers,
-    warm_up_forwards,
 )
 from tests.problems import raises
 
@@ -173,17 +169,3 @@ def test_micro_batches_of_an_interleaved_schedule():
         check_micro_batches(6, 4, 2)
     with raises(ValueError, code, "3 micro-batches", "4 (or 8)"):
         check_micro_batches(3, 4, 2)
-
-
-def test_formulas():
-    """Figures 3 and 4 of Narayanan et al. 2021: 4 stages, 8 micro-batches, 1 and 2 chunks."""
-    assert [warm_up_forwards(stage, 4, 8) for stage in range(4)] == [3, 2, 1, 0]
-    assert [warm_up_forwards(stage, 4, 8, 2) for stage in range(4)] == [10, 8, 6, 4]
-    assert [warm_up_forwards(stage, 4, 2) for stage in range(4)] == [2, 2, 1, 0]
-    assert [activations_alive(stage, 4, 8, 2) for stage in range(4)] == [11, 9, 7, 5]
-    assert [activations_alive(stage, 4, 2) for stage in range(4)] == [2, 2, 2, 1]
-    assert (
-        bubble_fraction(4, 8) == 3 / 8
-        and bubble_fraction(4, 8, 2) == 3 / 16
-        and bubble_fraction(1, 8) == 0
-    )

@@ -4,17 +4,21 @@ the bubble is right."""
 from __future__ import annotations
 
 from collections import Counter
+from time import perf_counter
 
 import pytest
 
-from megatron.config.plan.stages import activations_alive, bubble_fraction, warm_up_forwards
-from megatron.parallel.schedules import (
+from megatron.config.plan.schedules import (
+    DEEP,
+    SENDS_UNDER_WAY,
     Action,
+    activations_alive,
+    bubble_fraction,
     compute_order,
-    interleaved,
-    one_forward_one_backward,
+    messages_waiting,
     schedule,
     timetable,
+    warm_up_forwards,
 )
 from tests import problems
 from tests.core.parallel.simulated_links import RULES, Deadlock, NotMade, is_transfer, play
@@ -47,6 +51,120 @@ def bubble(
 ) -> float:
     """Idle share of the ideal time."""
     return seconds / (micro_batches * chunks * (forward + backward)) - 1
+
+
+def formulas(
+    stage: int, stages: int, micro_batches: int, chunks: int, group: int | None
+) -> tuple[int, float]:
+    """(activations alive, bubble) of Narayanan et al. 2021, as Megatron counts them."""
+    after = stages - stage - 1
+    warm_up = after if chunks == 1 else 2 * after + (chunks - 1) * (group or stages)
+    alive = min(warm_up + 1, micro_batches * chunks)
+    return alive, (stages - 1) / (chunks * micro_batches)
+
+
+def check_formulas(stages: int, micro_batches: int, chunks: int, group: int | None = None) -> None:
+    """What is measured of a schedule is what the formulas say."""
+    sizes = (stages, micro_batches, chunks, group)
+    for stage in range(stages):
+        alive, bubble = formulas(stage, *sizes)
+        assert activations_alive(stage, *sizes) == alive, (stage, sizes)
+        assert bubble_fraction(*sizes) == bubble, sizes
+
+
+def most_waiting(steps: list[Action]) -> int:
+    """The most received tensors that no computation has taken, while one computes; of the whole
+    list."""
+    most = waiting = 0
+    taken = {("forward", "activation"), ("backward", "gradient")}
+    received = {
+        (kind, *step[1:3])
+        for step in steps
+        for kind, tensor in taken
+        if step.kind == f"receive_{tensor}"
+    }
+    for step in steps:
+        if is_transfer(step):
+            waiting += step.kind.startswith("receive")
+        else:
+            waiting -= tuple(step[:3]) in received
+            most = max(most, waiting)
+    return most
+
+
+def check_messages(
+    stages: int, micro_batches: int, chunks: int, group: int | None = None, middle: int = 0
+) -> None:
+    """The messages of the whole list are those measured of fewer micro-batches; `middle`: how many
+    more are measured of the stage in the middle, at most."""
+    for overlap in (True, False):
+        lists = schedule(stages, micro_batches, chunks, group=group, overlap=overlap)
+        for stage, steps in enumerate(lists):
+            waiting = max(1, most_waiting(steps)) + SENDS_UNDER_WAY * overlap if stages > 1 else 0
+            measured = messages_waiting(stage, stages, micro_batches, chunks, group, overlap)
+            more = middle if abs(2 * stage - stages) < 2 else 0
+            assert waiting <= measured <= waiting + more, (stage, stages, micro_batches, chunks)
+
+
+def groups_of(stages: int, micro_batches: int) -> list[int]:
+    """Sizes of the groups in which an interleaved schedule may take so many micro-batches."""
+    return [
+        group
+        for group in range(stages, micro_batches + 1)
+        if not 0 < micro_batches % group < stages
+    ]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])
+def test_what_is_measured_of_few_micro_batches_is_true_of_all(stages):
+    for micro_batches, chunks in grid(stages, every=stages < 5):
+        check_formulas(stages, micro_batches, chunks)
+        if micro_batches <= 6 * stages:
+            check_messages(stages, micro_batches, chunks)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_what_is_measured_of_groups(stages):
+    for chunks in (2, 3):
+        for micro_batches in (*range(stages, 4 * stages + 2), 7 * stages + 1):
+            for group in groups_of(stages, micro_batches):
+                check_formulas(stages, micro_batches, chunks, group)
+                check_messages(stages, micro_batches, chunks, group)
+
+
+@pytest.mark.parametrize("stages", [DEEP + 1, DEEP + 17])
+def test_what_is_measured_of_a_shallower_pipeline(stages):
+    """What more stages add, against the whole list."""
+    for sizes in ((40, 1, None), (5, 1, None), (2 * stages, 2, None)):
+        check_formulas(stages, *sizes)
+        check_messages(stages, *sizes)
+    check_formulas(stages, stages, 3)
+    check_messages(stages, stages, 3, middle=1)
+    check_formulas(stages, 4 * stages + 6, 2, stages + 2)
+    check_messages(stages, 3 * stages + 4, 2, stages + 2)
+
+
+def test_messages_by_the_old_formula_of_deep_pipelines():
+    """Two in the middle; the gradients of the last stage's other chunks run ahead by a third of the
+    stages."""
+    for stages in (12, 13, 14, 24):
+        for chunks in (2, 3):
+            sizes = (stages, 2 * stages, chunks)
+            waiting = [messages_waiting(s, *sizes) - SENDS_UNDER_WAY for s in range(stages)]
+            assert waiting == [2] * (stages - 1) + [stages // 3]
+    assert {messages_waiting(s, 12, 40) - SENDS_UNDER_WAY for s in range(12)} == {1}
+
+
+def test_a_deep_pipeline_is_measured_at_once():
+    """512 stages: no list of a million actions is made."""
+    start = perf_counter()
+    assert [activations_alive(stage, 512, 8192) for stage in (0, 511)] == [512, 1]
+    assert [activations_alive(stage, 512, 8192, 4) for stage in (0, 511)] == [2559, 1537]
+    assert bubble_fraction(512, 8192) == 511 / 8192
+    assert bubble_fraction(512, 8192, 4) == 511 / 32768
+    assert messages_waiting(3, 512, 8192) == 1 + SENDS_UNDER_WAY
+    assert messages_waiting(511, 512, 8192, 4) == 170 + SENDS_UNDER_WAY
+    assert perf_counter() - start < 1
 
 
 def check_lists(stages: int, micro_batches: int, chunks: int) -> None:
@@ -133,15 +251,10 @@ def test_the_whole_grid(stages):
 def test_groups_of_micro_batches(stages):
     """Larger groups than stages, the last one smaller: no deadlock, activations and bubble of the
     formulas."""
-    played = 0
     for chunks in (2, 3):
         for micro_batches in range(stages, 3 * stages + 1):
-            for group in range(stages, micro_batches + 1):
-                if 0 < micro_batches % group < stages:
-                    continue
+            for group in groups_of(stages, micro_batches):
                 check_group(stages, micro_batches, chunks, group)
-                played += 1
-    assert played > 10
 
 
 def check_group(stages: int, micro_batches: int, chunks: int, group: int) -> None:
@@ -157,7 +270,7 @@ def check_group(stages: int, micro_batches: int, chunks: int, group: int) -> Non
             assert played.alive == alive
             if overlap and rule != "blocking":
                 assert bubble(played.seconds, micro_batches, chunks, 1, 2) == pytest.approx(
-                    bubble_fraction(stages, micro_batches, chunks)
+                    bubble_fraction(stages, micro_batches, chunks, group)
                 )
 
 
@@ -210,12 +323,12 @@ def test_one_stage_is_gradient_accumulation():
         Action("forward", 1),
         Action("backward", 1),
     ]
-    assert one_forward_one_backward(0, 1, 2) == both
+    assert compute_order(0, 1, 2) == both
     assert schedule(1, 2) == [both]
 
 
 def test_warm_up_of_the_first_of_three_stages():
-    kinds = [step.kind[0] for step in one_forward_one_backward(0, 3, 4)]
+    kinds = [step.kind[0] for step in compute_order(0, 3, 4)]
     assert "".join(kinds) == "fffbfbbb"
 
 
@@ -223,7 +336,7 @@ def test_interleaved_by_hand():
     """Figure 4 of Narayanan et al. 2021 in small: 2 stages, 2 chunks, 4 micro-batches, the last
     stage."""
     said = " ".join(
-        f"{step.kind[0]}{step.micro_batch}{'ab'[step.chunk]}" for step in interleaved(1, 2, 4, 2)
+        f"{step.kind[0]}{step.micro_batch}{'ab'[step.chunk]}" for step in compute_order(1, 2, 4, 2)
     )
     assert said == "f0a f1a f0b b0b f1b b1b f2a b0a f3a b1a f2b b2b f3b b3b b2a b3a"
     assert [warm_up_forwards(stage, 4, 8, 2) for stage in range(4)] == [10, 8, 6, 4]
@@ -264,7 +377,7 @@ def test_a_chunk_hands_over_to_the_next_chunk_around_the_ring():
 
 
 def test_timetable():
-    orders = [one_forward_one_backward(stage, 2, 2) for stage in range(2)]
+    orders = [compute_order(stage, 2, 2) for stage in range(2)]
     times = timetable([[(step,) for step in order] for order in orders], 1)
     assert times == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
 

@@ -1,0 +1,172 @@
+"""Flat buffers of gradients and, sharded, of parameters: which range of them is a bucket, a view
+of a parameter, or this rank's to update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megatron.config.plan import buckets as flat_buckets
+from megatron.config.plan.zero_partition import Assign, Partition, Shared
+from megatron.parallel.context import ParallelContext, Replicas
+from megatron.parallel.sharding import Parameter
+
+
+class Bucket:
+    """A bucket of the layout on this rank.
+
+    range, shard: of the flat buffers, that of the bucket and that of this rank's shard of it.
+    replicas: the ranks that saw other tokens.
+    """
+
+    def __init__(self, layout: flat_buckets.Bucket, params: list[Parameter], replicas: Replicas):
+        self.layout = layout
+        self.replicas = replicas
+        self.params = params
+        self.range = slice(layout.start, layout.stop)
+        self.shard = slice(*layout.shard(replicas.shard.rank))
+
+    def shards(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Of each rank that shares the optimizer its range of this bucket."""
+        return [flat[slice(*self.layout.shard(rank))] for rank in range(self.layout.shards)]
+
+
+class FlatBuffers:
+    """One flat buffer of `grad_dtype` in which every parameter has a 64-byte aligned view,
+    `p.main_grad`.
+
+    One collective over a range of one buffer replaces one for each parameter, which would be all
+    latency. The buffer is cut into buckets in the order in which backward completes gradients, the
+    last layer first: a bucket is then complete while backward still computes those after it, and
+    its sum is hidden behind that.
+
+    Backward: a kernel may add a weight gradient to `p.main_grad` itself; what autograd delivers as
+    `p.grad` is added by a hook (or, where the dtypes agree, `p.grad` is the view and autograd adds
+    in place). Where `p.overwrites`, the kernel replaces what is in `p.main_grad` as long as
+    `p.is_stale`, which `zero` sets instead of writing zeros.
+
+    Update: without shards every rank has all sums and updates all weights (`owned` are the
+    parameters). With shards it has those of its range of each bucket: `owned` are flat views of
+    that range, parameter by parameter, each with the `sharding` of its parameter and a `span`
+    (start, stop) in its elements; weights live in a flat buffer too (`weights`). Where `assign`
+    gives whole parameters to ranks, a rank's range of a bucket are those.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        ctx: ParallelContext,
+        grad_dtype: torch.dtype,
+        bucket_size: int | None = None,
+        assign: Assign | None = None,
+    ):
+        params = [cast(Parameter, p) for p in parameters if p.requires_grad]
+        sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
+        experts_apart = ctx.experts is not ctx.dense
+        experts = [experts_apart and p.sharding.replicas == "experts" for p in params]
+        partition = _partition(assign, params, experts, ctx) if assign and sharded else None
+        layout = flat_buckets.lay_out(
+            [p.numel() for p in params],
+            [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
+            bucket_size=bucket_size,
+            shards=ctx.shard.size,
+            itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
+            partition=partition,
+            experts=experts,
+            expert_shards=ctx.experts.shard.size,
+        )
+        self.layout = layout
+        self.buckets = []
+        for bucket in layout.buckets:
+            members = [params[number] for number in bucket.members]
+            replicas = ctx.experts if bucket.experts else ctx.dense
+            self.buckets.append(Bucket(bucket, members, replicas))
+        self.params = [p for bucket in self.buckets for p in bucket.params]
+        # weights first: a parameter's own memory is free before the gradients take theirs
+        self.weights = _flatten(params, layout) if sharded else None
+        self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
+        for p, start in zip(params, layout.starts, strict=True):
+            p.main_grad = self.flat[start : start + p.numel()].view(p.shape)
+            if p.dtype == grad_dtype:
+                p.grad = p.main_grad
+            else:
+                p.register_post_accumulate_grad_hook(_add_to_main_grad)
+        self.owned: Sequence[torch.Tensor] = params
+        if sharded:
+            self.owned = _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
+
+    def zero(self) -> None:
+        """Zero all gradients, or mark those stale that a kernel overwrites."""
+        overwritten = {p for p in self.params if getattr(p, "overwrites", False)}
+        for p in overwritten:
+            p.is_stale = True
+        if overwritten:
+            for p in self.params:
+                if p not in overwritten:
+                    p.main_grad.zero_()
+        else:
+            self.flat.zero_()
+        for p in self.params:
+            if p.dtype == self.flat.dtype:
+                p.grad = p.main_grad
+
+    def complete(self) -> None:
+        """After the backward passes: zero the gradients of `overwrites` that none has written."""
+        for p in self.params:
+            if getattr(p, "is_stale", False):
+                p.main_grad.zero_()
+                p.is_stale = False
+
+
+def _partition(
+    assign: Assign, params: Sequence[Parameter], experts: Sequence[bool], ctx: ParallelContext
+) -> Partition:
+    """Which rank owns which parameter; of experts, among the ranks that share the experts."""
+    shared = [
+        Shared(
+            p.sharding.name,
+            p.shape,
+            p.sharding.shape,
+            ctx.experts.shard.size if of_experts else ctx.shard.size,
+            of_experts,
+            p.sharding.matrices,
+        )
+        for p, of_experts in zip(params, experts, strict=True)
+    ]
+    return assign(shared)
+
+
+@torch.no_grad()
+def _flatten(params: list[Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
+    """The weights in one flat buffer, of which the parameters are views from then on; padding is
+    0."""
+    assert len({p.dtype for p in params}) == 1, "one buffer holds one dtype"
+    flat = params[0].new_zeros(layout.size)
+    for p, start in zip(params, layout.starts, strict=True):
+        view = flat[start : start + p.numel()].view(p.shape)
+        view.copy_(p)
+        p.data = view
+    return flat
+
+
+def _owned(params: list[Parameter], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Of each parameter the flat view that this rank updates (perhaps empty), with its part of
+    `main_grad`."""
+    owned = []
+    for p, (start, stop) in zip(params, spans, strict=True):
+        shard: Any = p.detach().view(-1)[start:stop]
+        shard.main_grad = p.main_grad.view(-1)[start:stop]
+        shard.sharding = p.sharding
+        shard.span = (start, stop)
+        owned.append(shard)
+    return owned
+
+
+def _add_to_main_grad(p: Parameter) -> None:
+    if p.grad is None:  # the kernel added to main_grad itself
+        return
+    p.main_grad.add_(p.grad)
+    p.grad = None
