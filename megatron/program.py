@@ -253,13 +253,20 @@ def train(
     """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
     from megatron.device import default_backend
     from megatron.log import detail_datetime
-    from megatron.training import build, build_data, loop, memory, script_args, script_step
+    from megatron.training import (
+        build,
+        build_data,
+        loop,
+        memory,
+        script_args,
+        script_step,
+        skipping,
+    )
     from megatron.training.checkpointing import data_position, load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
     from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
     from megatron.training.logging.writers import open_writers
-    from megatron.training.skipping import skip_plan
 
     config = line.config
     initialize.set_max_connections(config)
@@ -276,7 +283,6 @@ def train(
     runtime = initialize.initialize(config, rendezvous)
     memory.check(line, plan, runtime)
     preamble.print_opening(line, plan, runtime, backend)
-    plan, skips = skip_plan.resolve_skips(config, plan, runtime)
     timers = initialize.build_timers(config, runtime)
     script_args.connected(timers, runtime.ctx)
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
@@ -291,7 +297,7 @@ def train(
         with timers("model-and-optimizer-setup"):
             run = build.build_run(config, plan, runtime, timers, tokenizer, services, line.script)
             run.script_flags = line.extra_flags
-            lines.model_is_built(run.plan)
+            lines.take_plan(run.plan)
             loaded = load.load_checkpoint(run)
             script_args.set_progress(run.progress)
         lines.timers(["load-checkpoint"])
@@ -302,7 +308,8 @@ def train(
                 config, plan, runtime, tokenizer, run.progress, line.script.datasets_provider
             )
             data_position.check_data_order(run, data.order)
-            skip_plan.start_skips(run, skips)
+            skipping.resolve_skips(run)
+            lines.take_plan(run.plan)
         detail_datetime("after dataloaders are built")
         preamble.print_loaded(config, data.rows, loaded, run.progress)
         lines.timers(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])

@@ -85,7 +85,7 @@ def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
     """How the order of a resumed run's data compares with the checkpoint's, and what the run would
     end with there."""
     state = preflight.resumed_state(line)
-    saved = {} if state is None else state["data"].get("order") or {}
+    saved = {} if state is None else state.data.get("order") or {}
     if state is None or not saved or line.config.training.skip_train:
         return "", []
     if line.script.datasets_provider:
@@ -95,11 +95,11 @@ def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
         from megatron.training.checkpointing.data_position import order_change
 
         tokenizer = preflight.build_tokenizer(line.config)
-        order = planned_order(line.config, plan, tokenizer, saved, state["consumed_train_samples"])
+        order = planned_order(line.config, plan, tokenizer, saved, state.consumed_train_samples)
     except (ImportError, ValueError, OSError) as error:
         return f"cannot be compared with the checkpoint's on this machine: {error}", []
     try:
-        warning = order_change(line.config, saved, order, state["iteration"])
+        warning = order_change(line.config, saved, order, state.iteration)
     except ValueError as error:
         return "a run would end with the error below", [str(error)]
     return f"WARNING: {warning}" if warning else "that of the checkpoint", []

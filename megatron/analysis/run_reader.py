@@ -17,7 +17,9 @@ from megatron.analysis.log_reader import (
     read_points,
     read_text,
 )
-from megatron.checkpoint.filesystem import iterations
+from megatron.config.run_directory import (
+    iterations,
+)
 from megatron.small_files import read_text as read_file
 
 LOG_LIMIT = 4 << 30  # bytes

@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist  # noqa: TID251
 
-from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk, entries, explained
+from megatron.checkpoint.filesystem import (
+    DISK,
+    CheckpointError,
+    Disk,
+    explained,
+)
 from megatron.checkpoint.manifest import FILE_NAME
 from megatron.checkpoint.safetensors_file import bytes_of
+from megatron.config.run_directory import (
+    entries,
+)
 from megatron.parallel.context import Axis
 from megatron.small_files import path_inside
 

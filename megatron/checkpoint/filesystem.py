@@ -1,4 +1,4 @@
-"""Every change that saving makes to the file system, one method each, and `CheckpointError`.
+"""Every change that saving makes to the file system, one method each.
 
 All writing goes through a `Disk`, so that a test (or a crash-consistency campaign) can count, fail
 or kill any single step by overriding `Disk.step`, or record the steps by overriding the methods
@@ -10,100 +10,19 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
+import secrets
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from megatron.small_files import UnsafeName, make_directories, path_inside, read_bytes, retried
+from megatron.config.run_directory import CheckpointError, explained
+from megatron.small_files import make_directories, retried
 
-MANIFEST = "manifest.json"  # in each whole checkpoint; checkpoint/manifest.py reads and writes it
-FINAL = re.compile(r"iter_(\d{7,})")  # directory of a complete checkpoint
-_REMEDIES = {
-    errno.ENOSPC: "free space there or point --save at another disk; the previous checkpoint is "
-    "untouched",
-    errno.EDQUOT: "the quota is used up: free space or point --save elsewhere; the previous "
-    "checkpoint is untouched",
-    errno.EFBIG: "raise the file size limit (ulimit -f); the previous checkpoint is untouched",
-    errno.EROFS: "the file system is read-only: remount it or point --save elsewhere",
-    errno.EACCES: "give this user permission there or point --save elsewhere",
-    errno.EPERM: "give this user permission there or point --save elsewhere",
-    errno.ENOENT: "a part of the path does not exist or was removed: check it",
-    errno.ENOTDIR: "a part of the path is a file: choose another directory",
-    errno.EEXIST: "it exists already: move it away",
-    errno.EIO: "the disk reports an input/output error: check it (dmesg) and point --save at "
-    "another one",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EBUSY: "another process has it open: end that one",
-    errno.ESTALE: "another host removed or replaced it: start again",
-}
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.ENXIO)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-class CheckpointError(Exception):
-    """A checkpoint could not be written, found or trusted; the text names the path and says what to
-    do.
-
-    `errno` is the operating system's number where that was the cause, else None.
-    """
-
-    def __init__(self, text: str, number: int | None = None):
-        super().__init__(text)
-        self.errno = number
-
-    @property
-    def is_damage(self) -> bool:
-        """Whether an older checkpoint would help: not if permissions or a limit of the process are
-        the cause."""
-        return self.errno is None or self.errno in _DAMAGE
-
-
-class ForeignCheckpoint(CheckpointError):
-    """A valid checkpoint that is not for this program or this run: loading an older one is not the
-    remedy."""
-
-    @property
-    def is_damage(self) -> bool:
-        """It is not damaged."""
-        return False
-
-
-@contextmanager
-def explained(action: str, path: Path | str) -> Iterator[None]:
-    """Turn an OSError of the body into a CheckpointError `cannot {action} {path}: reason;
-    remedy`, and an UnsafeName into one with its text."""
-    try:
-        yield
-    except UnsafeName as error:
-        raise CheckpointError(str(error)) from None
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the path and the disk")
-        raise CheckpointError(
-            f"cannot {action} {path}: {error.strerror or error}; {remedy} [file-operation-failed]",
-            error.errno,
-        ) from error
-
-
-def read_small_file(path: Path, limit: int = 1 << 30) -> bytes:
-    """All bytes of a plain file of at most `limit` bytes; no pipe or device is waited for, no link
-    out of its folder followed. Raises CheckpointError."""
-    with explained("read", path):
-        try:
-            return read_bytes(path_inside(path.parent, path.name), limit)
-        except OSError as error:
-            # not a plain file, or too large
-            if error.errno not in (errno.EINVAL, errno.EFBIG):
-                raise
-            raise CheckpointError(
-                f"{path}: {error.strerror}; the checkpoint is damaged: use another one "
-                "[checkpoint-damaged]"
-            ) from error
 
 
 def check_plain(descriptor: int, path: Path | str) -> None:
@@ -200,6 +119,20 @@ class Disk:
         finally:
             self.close(descriptor, path)
 
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """Write a small file, durably and in one step in the place of an older one; its directory
+        is made if it is missing."""
+        self.make_root(path.parent)
+        temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            self.write_file(temporary, data)
+            self.rename(temporary, path)
+        except CheckpointError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        self.fsync_directory(path.parent)
+
     def fsync_directory(self, path: Path) -> None:
         """Wait until the names in a directory are on the disk."""
         with explained("fsync directory", path):
@@ -251,16 +184,3 @@ class Disk:
 
 
 DISK = Disk()
-
-
-def entries(root: Path) -> Iterator[Path]:
-    """What is in `root`, sorted; nothing when it is missing."""
-    if root.is_dir():
-        with explained("list", root):
-            yield from sorted(root.iterdir())
-
-
-def iterations(root: Path | str) -> list[int]:
-    """Iterations of all complete checkpoints in `root`, ascending."""
-    matches = [(path, FINAL.fullmatch(path.name)) for path in entries(Path(root))]
-    return sorted(int(match[1]) for path, match in matches if match and (path / MANIFEST).is_file())

@@ -21,13 +21,15 @@ from megatron.checkpoint.filesystem import (
     DISK,
     CheckpointError,
     Disk,
-    entries,
     explained,
-    read_small_file,
 )
 from megatron.checkpoint.manifest import Manifest, TensorRecord
 from megatron.checkpoint.sharded import Reader
 from megatron.checkpoint.tensor_slices import Box, volume
+from megatron.config.run_directory import (
+    entries,
+    read_small_file,
+)
 from megatron.small_files import parse_json, path_inside
 
 NEWEST = "local_copies.json"
@@ -75,13 +77,7 @@ def read_newest(root: Path) -> LocalSave | None:
 
 def write_newest(root: Path, newest: LocalSave, disk: Disk = DISK) -> None:
     """Replace that file, in a run directory that this job holds."""
-    temporary = root / f".{NEWEST}.tmp"
-    with explained("write", temporary):
-        temporary.unlink(missing_ok=True)
-    disk.make_root(root)
-    disk.write_file(temporary, json.dumps(asdict(newest)).encode())
-    disk.rename(temporary, root / NEWEST)
-    disk.fsync_directory(root)
+    disk.replace_file(root / NEWEST, json.dumps(asdict(newest)).encode())
 
 
 # --- parts

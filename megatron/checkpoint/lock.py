@@ -21,7 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.filesystem import DISK, CheckpointError, explained, read_small_file
+from megatron.checkpoint.filesystem import (
+    DISK,
+    CheckpointError,
+    explained,
+)
+from megatron.config.run_directory import (
+    read_small_file,
+)
 from megatron.small_files import parse_json
 
 BEAT_SECONDS = 5.0

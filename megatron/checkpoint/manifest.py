@@ -14,10 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checkpoint import tensor_slices
-from megatron.checkpoint.filesystem import MANIFEST, CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import (
+    CheckpointError,
+)
 from megatron.checkpoint.safetensors_file import DTYPES, MAX_DIMS
 from megatron.checkpoint.tensor_slices import Box
 from megatron.checksums import ALGORITHM, BLOCK_BYTES, crc32
+from megatron.config.run_directory import (
+    MANIFEST,
+    ForeignCheckpoint,
+)
 from megatron.small_files import UnsafeName, safe_name
 
 FORMAT = "sharded-safetensors"

@@ -25,8 +25,9 @@ from megatron.checkpoint import manifest, retention, skip_log, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.helper_process import SideProcess
 from megatron.checkpoint.state import RunState
-from megatron.config import history
+from megatron.config import run_directory
 from megatron.config.history import History
+from megatron.config.run_directory import RunDirectory, slots
 from megatron.small_files import path_inside, read_bytes
 
 TRIES = 5
@@ -48,19 +49,17 @@ class Remote:
     def latest(self) -> int | None:
         """The iteration that the tracker in the store names, None without one. Raises
         CheckpointError."""
-        text = self._patiently("read", store.TRACKER, self._tracker)
-        if text is not None and not re.fullmatch(rb"[0-9]{1,18}\s*", text):
+        path = f"{self._root}/{store.TRACKER}"
+        try:
+            text = self._patiently("read", store.TRACKER, lambda: self.files.cat_file(path))
+        except FileNotFoundError:
+            return None
+        if not re.fullmatch(rb"[0-9]{1,18}\s*", text):
             raise CheckpointError(
                 f"{self.url}/{store.TRACKER} holds {text[:40]!r}, not an iteration "
                 "[checkpoint-tracker-malformed]"
             )
-        return None if text is None else int(text)
-
-    def _tracker(self) -> bytes | None:
-        try:
-            return self.files.cat_file(f"{self._root}/{store.TRACKER}")
-        except FileNotFoundError:
-            return None
+        return int(text)
 
     def histories(self) -> dict[int, History | None]:
         """Of its complete checkpoints; None where one cannot be read. Raises CheckpointError."""
@@ -136,14 +135,9 @@ class Remote:
             lambda: self.files.pipe_file(f"{self._root}/{store.TRACKER}", str(iteration).encode()),
         )
 
-    def keep_only(self, iteration: int | None) -> None:
-        """Remove all checkpoints but that of `iteration`; without one the tracker first. Raises
-        CheckpointError."""
-        if iteration is None:
-            self._patiently(
-                "remove", store.TRACKER, lambda: self._remove(f"{self._root}/{store.TRACKER}")
-            )
-        current = None if iteration is None else store.iteration_directory(Path(), iteration).name
+    def keep_only(self, iteration: int) -> None:
+        """Remove all checkpoints but that of `iteration`. Raises CheckpointError."""
+        current = store.iteration_directory(Path(), iteration).name
         for path in self._patiently("list", "the slot", self._checkpoints):
             if path.rpartition("/")[2] != current:
                 self._patiently("remove", path, lambda path=path: self._remove(path))
@@ -182,13 +176,13 @@ class Remote:
         in_store = set(stored)
         # otherwise the store has nothing that is not here
         if local[: len(stored)] != stored:
-            skip_log.replace(staging, [*stored, *(line for line in local if line not in in_store)])
+            skip_log.write(staging, [*stored, *(line for line in local if line not in in_store)])
 
     def upload_skips(self, staging: Path) -> None:
         """Upload the records of skipped iterations, if there are any. Raises CheckpointError."""
         path = staging / skip_log.FILE_NAME
         if path.exists():
-            self._patiently("upload", path.name, lambda: self.put(path, path.name))
+            self.send(path)
 
     def put(self, path: Path, target: str) -> None:
         if not self._is_same(path, target):
@@ -321,7 +315,7 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
                 "starts from random weights), or omit --load [checkpoint-missing]"
             )
         return
-    here = history.read_all(staging, store.iterations(staging))
+    here = RunDirectory(staging).histories
     local = store.latest(staging)
     newest = max(iteration, local or 0) if step is None and local in here else iteration
     if newest in here:
@@ -341,24 +335,22 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
 
 
 def fetch_snapshot(url: str, staging: str, load: str) -> None:
-    """Have the newer of the two snapshots of `url` in its slot of the staging directory, if neither
-    that nor the run directory `load` holds one as new. Raises CheckpointError and ValueError.
+    """Have those of the two snapshots of `url` in their slots of the staging directory that are
+    newer than what that and the run directory `load` hold: one of them may be of a branch that was
+    left. Raises CheckpointError and ValueError.
     """
-    if store.is_checkpoint(Path(load)):
+    if run_directory.is_checkpoint(Path(load)):
         return
-    remotes = [Remote(f"{url}/{name}") for name in retention.SLOTS]
-    stored = [remote.latest() for remote in remotes]
-    newest = max((iteration for iteration in stored if iteration is not None), default=None)
-    local = [
-        iteration
-        for iteration in map(retention.newest_in, (Path(load), *retention.slots(staging)))
-        if iteration is not None
-    ]
-    if newest is None or newest <= max(local, default=-1):
-        return
-    number = stored.index(newest)
-    log.print_rank_0(f" fetching the snapshot of iteration {newest} from {url} to {staging}")
-    remotes[number].fetch(newest, retention.slots(staging)[number], as_newest=True)
+    local = map(retention.newest_in, (Path(load), *slots(staging)))
+    last = max((iteration for iteration in local if iteration is not None), default=-1)
+    for slot in slots(staging):
+        remote = Remote(f"{url}/{slot.name}")
+        stored = remote.latest()
+        if stored is not None and stored > last:
+            log.print_rank_0(
+                f" fetching the snapshot of iteration {stored} from {url} to {staging}"
+            )
+            remote.fetch(stored, slot, as_newest=True)
 
 
 @dataclass(frozen=True)
@@ -381,24 +373,22 @@ def upload_targets(
     if snapshots and snapshot_url:
         targets += [
             UploadTarget("--snapshot-dir", slot, f"{snapshot_url}/{slot.name}", is_slot=True)
-            for slot in retention.slots(snapshots)
+            for slot in slots(snapshots)
         ]
     return targets
 
 
 class Uploader:
-    """The process that uploads what is saved in `targets`, and the end of it that the run holds.
-    `save`: the run directory on the disk, whose new checkpoints end snapshots of a line that was
-    left."""
+    """The process that uploads what is saved in `targets`, and the end of it that the run holds."""
 
-    def __init__(self, targets: Sequence[UploadTarget], save: str):
+    def __init__(self, targets: Sequence[UploadTarget]):
         # ... and says what is wrong before anything is done
         for target in targets:
             remote = Remote(target.url)
             if not target.is_slot:
                 remote.bring_skips(target.staging)
         self._name = f"{targets[0].flag} {targets[0].url}"
-        self._process = SideProcess(lambda pipe: _serve(pipe, targets, Path(save)))
+        self._process = SideProcess(lambda pipe: _serve(pipe, targets))
 
     def finish(self) -> None:
         """Wait until the newest checkpoint is in the store. Raises CheckpointError if it cannot be
@@ -424,10 +414,10 @@ class Uploader:
 
 
 @contextmanager
-def uploading(targets: Sequence[UploadTarget], save: str) -> Iterator[None]:
+def uploading(targets: Sequence[UploadTarget]) -> Iterator[None]:
     """During the block, upload what is saved in `targets`, if there are any; wait for it at the
     end."""
-    uploader = Uploader(targets, save) if targets else None
+    uploader = Uploader(targets) if targets else None
     try:
         yield
         if uploader:
@@ -437,23 +427,19 @@ def uploading(targets: Sequence[UploadTarget], save: str) -> Iterator[None]:
             uploader.close()
 
 
-def _serve(pipe: Connection, targets: Sequence[UploadTarget], save: Path) -> None:
+def _serve(pipe: Connection, targets: Sequence[UploadTarget]) -> None:
     """The process: upload until the run says that it is over. What remains of a failure to save is
     sent at the end."""
     uploads = [_Upload(target) for target in targets]
-    saved = retention.newest_in(save)
     over = False
     while not over:
         over = pipe.poll(LOOKS) and pipe.recv() is None
-        newest = retention.newest_in(save)
         for upload in uploads:
             before = upload.failure
-            upload.bring(newest if newest != saved else None)
+            upload.bring()
             if upload.failure and upload.failure != before and (upload.target.is_slot or not over):
                 suffix = "" if over else "; it is tried again, training continues"
                 print(f"WARNING: {upload.failure}{suffix}", file=sys.stderr, flush=True)
-        if not any(upload.failure for upload in uploads):
-            saved = newest
     pipe.send(
         next(
             (upload.failure for upload in uploads if upload.failure and not upload.target.is_slot),
@@ -476,11 +462,10 @@ class _Upload:
         except CheckpointError:
             self._uploaded = None
 
-    def bring(self, saved: int | None) -> None:
-        """Upload what is new here; `saved`: the iteration of a checkpoint that the run has just
-        saved."""
+    def bring(self) -> None:
+        """Upload what is new here."""
         self.failure = None
-        for action in (lambda: self._drop_beyond(saved), self._bring_newest, self._bring_skips):
+        for action in (self._bring_newest, self._bring_skips):
             try:
                 action()
             except (CheckpointError, OSError) as error:
@@ -494,16 +479,6 @@ class _Upload:
         if records != self._records:
             self._remote.upload_skips(self.target.staging)
             self._records = records
-
-    def _drop_beyond(self, saved: int | None) -> None:
-        """Remove a snapshot beyond the checkpoint just saved, unless this run has it: it belongs to
-        an abandoned history."""
-        if not self.target.is_slot or saved is None:
-            return
-        newest = retention.newest_in(self.target.staging)
-        if newest != self._uploaded and (self._uploaded or 0) > saved:
-            self._remote.keep_only(None)
-            self._uploaded = None
 
     def _bring_newest(self) -> None:
         """Upload the checkpoint that the tracker names, unless it is uploaded already."""

@@ -6,31 +6,31 @@ so there is always a complete one in addition to the one being written, and neve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint import store
 from megatron.checkpoint.filesystem import DISK, CheckpointError, Disk
-
-SLOTS = ("0", "1")
+from megatron.config import history, run_directory
+from megatron.config.run_directory import RunDirectory
 
 
 def prune(
     root: Path | str, keep_last: int, keep_every: int | None = None, *, disk: Disk = DISK
 ) -> list[int]:
-    """Remove checkpoints but the tracker's, the `keep_last` newest up to it, and multiples of
+    """Remove checkpoints but the tracker's, the `keep_last` newest that led to it, and multiples of
     `keep_every`.
 
-    Those beyond the tracker's belong to an abandoned history (a run that resumed from an older
-    one): they are neither counted nor removed. Call it on rank 0 after a save has returned. Returns
-    the iterations removed."""
+    Those of another branch (a run that resumed from an older one, or rolled back) are neither
+    counted nor removed. Call it on rank 0 after a save has returned. Returns the iterations
+    removed."""
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
-    root, newest = Path(root), store.latest(root)
-    present = [
-        iteration
-        for iteration in store.iterations(root)
-        if newest is not None and iteration <= newest
-    ]
+    newest = store.latest(root)
+    if newest is None:
+        return []
+    run = RunDirectory(root)
+    present = history.led_to(run.histories.get(newest), newest, run.histories)
     retained = {
         *present[-keep_last:],
         newest,
@@ -38,13 +38,8 @@ def prune(
     }
     removed = [iteration for iteration in present if iteration not in retained]
     for iteration in removed:
-        store.discard(store.iteration_directory(root, iteration), disk)
+        store.discard(run.folder(iteration), disk)
     return removed
-
-
-def slots(directory: Path | str) -> list[Path]:
-    """The run directories below a snapshot directory."""
-    return [Path(directory) / name for name in SLOTS]
 
 
 def newest_in(root: Path) -> int | None:
@@ -55,7 +50,7 @@ def newest_in(root: Path) -> int | None:
         return None
 
 
-def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
+def free_slot(slots: Sequence[Path], iteration: int, disk: Disk = DISK) -> Path:
     """Empty the slot for the snapshot of `iteration` and return it: one of an abandoned history, an
     empty one, or the older one."""
 
@@ -63,17 +58,9 @@ def free_slot(directory: Path | str, iteration: int, disk: Disk = DISK) -> Path:
         newest = newest_in(slot)
         return -1 if newest is None or newest >= iteration else newest
 
-    root = min(slots(directory), key=last_iteration)
+    root = min(slots, key=last_iteration)
     empty(root, disk)
     return root
-
-
-def drop_beyond(directory: Path | str, iteration: int, disk: Disk = DISK) -> None:
-    """Empty the slots whose snapshot is beyond `iteration`, which has just been saved: they belong
-    to an abandoned history."""
-    for root in slots(directory):
-        if (newest_in(root) or 0) > iteration:
-            empty(root, disk)
 
 
 def empty(root: Path, disk: Disk) -> None:
@@ -81,5 +68,5 @@ def empty(root: Path, disk: Disk) -> None:
     if (root / store.TRACKER).exists():
         disk.remove(root / store.TRACKER)
         disk.fsync_directory(root)
-    for iteration in store.iterations(root):
+    for iteration in run_directory.iterations(root):
         store.discard(store.iteration_directory(root, iteration), disk)

@@ -21,7 +21,6 @@ from megatron.checkpoint.filesystem import (
     DISK,
     CheckpointError,
     Disk,
-    ForeignCheckpoint,
     explained,
 )
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord
@@ -37,6 +36,9 @@ from megatron.checkpoint.safetensors_file import (
 )
 from megatron.checkpoint.tensor_slices import Box
 from megatron.checksums import BLOCK_BYTES
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from megatron.small_files import path_inside
 
 MOST_LATER = 1024  # sections that wait to be read

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import numpy
-import torch
-
 from megatron import version
-from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import (
+    CheckpointError,
+)
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 
 VERSION = 1
 ABSENT = "(absent)"
@@ -28,6 +30,10 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 def versions() -> dict[str, str | None]:
     """Versions of Python, torch, numpy and this suite, and its commit, for the reader of a
     checkpoint."""
+    # a reader needs neither
+    import numpy
+    import torch
+
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -69,10 +75,10 @@ class RunState:
     history: dict[str, Any] = field(default_factory=dict)
 
     def skipped_ranges(self) -> list[list[int]]:
-        """`skipped`; of an older checkpoint, whose `skips` are the ranges of its flags, their part
-        up to its iteration. Raises CheckpointError where they are none."""
-        flags = [pair for pair in self.skips if isinstance(pair, list)]
-        for pair in self.skipped or flags:
+        """`skipped`, or of an older checkpoint the ranges of its flags, its `skips`; up to its
+        iteration. Raises CheckpointError where they are none."""
+        ranges = self.skipped or [pair for pair in self.skips if isinstance(pair, list)]
+        for pair in ranges:
             if (
                 not isinstance(pair, list)
                 or [type(end) for end in pair] != [int, int]
@@ -82,8 +88,8 @@ class RunState:
                     f"the run state has {pair} as a skipped range, which is not a range; the "
                     "checkpoint is damaged: use another one [checkpoint-damaged]"
                 )
-        return self.skipped or [
-            [first, min(last, self.iteration)] for first, last in flags if first <= self.iteration
+        return [
+            [first, min(last, self.iteration)] for first, last in ranges if first <= self.iteration
         ]
 
     def dump(self) -> bytes:
@@ -116,13 +122,14 @@ class RunState:
                 "[checkpoint-version-unknown]"
             )
         try:
-            state = cls(**{name: _decoded(value) for name, value in table.items()})
+            values = {name: _decoded(value) for name, value in table.items()}
+            state = cls(**{"versions": {}, **values})
         except RecursionError:
             raise CheckpointError(
                 f"{source} is nested too deep; the checkpoint is damaged: use another one "
                 "[checkpoint-damaged]"
             ) from None
-        blank = cls()
+        blank = cls(versions={})
         for name in known:
             have = type(getattr(state, name))
             want = type(getattr(blank, name))

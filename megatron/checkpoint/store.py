@@ -20,27 +20,30 @@ from megatron import log
 from megatron.checkpoint import manifest, sharded
 from megatron.checkpoint.filesystem import (
     DISK,
-    FINAL,
     CheckpointError,
     Disk,
-    ForeignCheckpoint,
-    entries,
     explained,
-    iterations,
-    read_small_file,
 )
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checksums import crc32
-from megatron.config import history
+from megatron.config.run_directory import (
+    ARGS,
+    FINAL,
+    STATE,
+    TRACKER,
+    ForeignCheckpoint,
+    complete_here,
+    entries,
+    iteration_directory,
+    latest,
+    read_small_file,
+    tries,
+)
 from megatron.small_files import path_inside
 
-iteration_directory = history.iteration_directory
-TRACKER = "latest_checkpointed_iteration.txt"
-STATE = "state.json"
-ARGS = "args"
-_TEMPORARY = re.compile(r"\.(iter_\d{7,}|" + re.escape(TRACKER) + r")\.tmp-[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.(iter_\d{7,}|[a-z_]+\.(txt|jsonl?))\.tmp-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
 
@@ -332,39 +335,6 @@ class Checkpoint:
         return Reader(self.directory, self.manifest)
 
 
-def latest(root: Path | str) -> int | None:
-    """The iteration that the tracker names, or None where there is no tracker. Raises
-    CheckpointError."""
-    path = Path(root) / TRACKER
-    try:
-        text = read_small_file(path)[:100].decode(errors="replace").strip()
-    except CheckpointError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
-            return None
-        raise
-    if text == "release" and (Path(root) / text).is_dir():
-        raise ForeignCheckpoint(
-            f"{root}: written by Megatron-LM; convert it: python tools/convert_checkpoint.py "
-            f"megatron-import {root} DIRECTORY [checkpoint-of-another-suite]"
-        )
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(
-            f"{path} holds {text!r}, not an iteration; write the number to resume from into it "
-            f"({_choice(root)}) [checkpoint-tracker-malformed]"
-        )
-    return int(text)
-
-
-def _choice(root: Path | str) -> str:
-    """The complete checkpoints, for a message."""
-    return "complete here: " + (", ".join(map(str, iterations(root))) or "none")
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Is `path` one checkpoint, by its name or by what it holds, and not a run directory?"""
-    return bool(FINAL.fullmatch(path.name)) or (path / manifest.FILE_NAME).is_file()
-
-
 def resolve(path: Path | str, step: int | None = None) -> Path | None:
     """The directory of the checkpoint that `path` means: a run directory, an iter_XXXXXXX in one,
     or a copy of such.
@@ -412,8 +382,8 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
     if names:
         return ForeignCheckpoint(
             f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by "
-            f"Megatron-LM, whose pickled checkpoints are not loaded directly; {_choice(root)} "
-            "[checkpoint-of-another-suite]"
+            "Megatron-LM, whose pickled checkpoints are not loaded directly; "
+            f"{complete_here(root)} [checkpoint-of-another-suite]"
         )
     reason = (
         f"has no {manifest.FILE_NAME}, so it is not complete"
@@ -422,7 +392,7 @@ def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
     )
     origin = f", though {TRACKER} names it" if from_tracker else ""
     return CheckpointError(
-        f"{final} {reason}{origin}; choose another one with --ckpt-step ({_choice(root)}) "
+        f"{final} {reason}{origin}; choose another one with --ckpt-step ({complete_here(root)}) "
         "[checkpoint-incomplete]"
     )
 
@@ -483,3 +453,26 @@ def load(path: Path | str, step: int | None = None) -> Checkpoint | None:
     directory has none."""
     directory = resolve(path, step)
     return None if directory is None else read_metadata(directory)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint to try: iteration `step` of the run directory `path`, or, with None, the one
+    directory `path` is."""
+
+    path: str
+    step: int | None
+
+    def open(self) -> Checkpoint:
+        """Its checked metadata. Raises CheckpointError."""
+        checkpoint = load(self.path, self.step)
+        assert checkpoint is not None, f"{self.path} is a run directory"
+        return checkpoint
+
+
+def candidates(
+    path: Path | str, step: int | None = None, snapshots: Sequence[Path] = ()
+) -> tuple[list[Candidate], list[str]]:
+    """As `run_directory.tries`."""
+    listed, problems = tries(path, step, snapshots)
+    return [Candidate(*each) for each in listed], problems

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeGuard
 
 from megatron.arguments import Needs, arg
+from megatron.config.run_directory import slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,10 @@ class CheckpointConfig:
         " save or stop at iteration N; reset to 0 when done",
         dump=False,
     )
+
+    def slots_of(self, root: str | Path) -> list[Path]:
+        """The two run directories with the snapshots of the run directory `root`."""
+        return slots(self.snapshot_dir or Path(root, "snapshots"))
 
 
 def is_url(path: str | None) -> TypeGuard[str]:

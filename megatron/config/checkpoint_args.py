@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,10 @@ from megatron.arguments import (
 from megatron.config import architecture, saved_flags
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url
-from megatron.config.checks.paths import (
-    newest_checkpoint,
-    newest_with_good_args,
-    of_another_suite,
-)
+from megatron.config.checks.paths import of_another_suite
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
+from megatron.config.run_directory import newest, newest_with_good_args
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, path_inside
@@ -46,16 +43,16 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
         result.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}
         return
     folder = newest_with_good_args(load, typed.get("ckpt_step"))
-    newest = newest_checkpoint(load, typed.get("ckpt_step"))
+    first = newest(load, typed.get("ckpt_step"))
     if folder is None:
         result.notes.append(
             f"--use-checkpoint-args: no checkpoint in {load}; the command line's values are used "
             "[checkpoint-args-missing]"
         )
         return
-    if folder != newest:
+    if folder != first:
         result.notes.append(
-            f"WARNING: --use-checkpoint-args: {newest / 'args' if newest else load} is damaged; "
+            f"WARNING: --use-checkpoint-args: {first / 'args' if first else load} is damaged; "
             f"those of {folder.name} are used [checkpoint-args-damaged]"
         )
     try:
@@ -84,19 +81,15 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
             if values[name] != flag.default:
                 result.changed[name] = values[name]
     _take_tokenizer_files(saved, typed, folder, result)
-    result.notes += _notes_of(result.changed, folder, typed.get("log_format", SHORT) == SHORT)
+    if result.changed and typed.get("log_format", SHORT) == SHORT:
+        flags = to_args_text(config_from(Config, dict(result.changed))).split()
+        result.notes.append(f"--use-checkpoint-args: from {folder}: {' '.join(flags)}")
+    else:
+        result.notes += [
+            f"Setting {name} to {v} from checkpoint" for name, v in result.changed.items()
+        ]
     merged = config_from(Config, {**result.values, **typed})
     result.problems += _contradictions(saved.model, merged.model, typed, folder)
-
-
-def _notes_of(changed: Mapping[str, Any], folder: Path, short: bool) -> list[str]:
-    """What came from the checkpoint: as flags in one line, or one line each."""
-    if short and changed:
-        return [
-            f"--use-checkpoint-args: from {folder}: "
-            f"{' '.join(to_args_text(config_from(Config, dict(changed))).split())}"
-        ]
-    return [f"Setting {name} to {value} from checkpoint" for name, value in changed.items()]
 
 
 def _take_tokenizer_files(
@@ -123,17 +116,13 @@ def _take_tokenizer_files(
 
 
 def _contradictions(
-    saved: ModelConfig, typed_model: ModelConfig, typed: Mapping[str, Any], folder: Path
-) -> list[str]:
+    saved: ModelConfig, now: ModelConfig, typed: Mapping[str, Any], folder: Path
+) -> Iterator[str]:
     """One line for each typed flag that contradicts the checkpoint."""
-    lines = []
-    for name, fields, saved_value, typed_value in architecture.differences(saved, typed_model):
-        typed_fields = [field for field in fields if field in typed]
-        if typed_fields:
-            spelling = " ".join(flags_of(Config)[field].spelling for field in typed_fields)
-            lines.append(
-                f"{spelling}: {name} is {typed_value} on the command line and {saved_value} in the "
+    for name, fields, before, after in architecture.differences(saved, now):
+        if spellings := [flags_of(Config)[field].spelling for field in fields if field in typed]:
+            yield (
+                f"{' '.join(spellings)}: {name} is {after} on the command line and {before} in the "
                 f"checkpoint {folder}; omit it, or load without --use-checkpoint-args "
                 "[flag-contradicts-checkpoint]"
             )
-    return lines

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import re
 import secrets
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from megatron.small_files import path_inside, read_bytes, read_json
 
 _BRANCH = re.compile(r"[0-9a-f]{16}|of [0-9a-f]{8}")
 
@@ -76,49 +72,6 @@ def without_branches(crc32: str, iteration: int) -> History:
     return History(((f"of {crc32[:8]}", iteration),))
 
 
-def read(folder: Path) -> History | None:
-    """The history of a checkpoint, None where it cannot be read."""
-    try:
-        return History.parse(read_json(folder / "state.json").get("history", {}))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def read_all(root: str | Path, iterations: Iterable[int]) -> dict[int, History | None]:
-    """The histories of checkpoints of a run directory."""
-    return {n: read(iteration_directory(root, n)) for n in iterations}
-
-
-def identified(folder: Path) -> History | None:
-    """As `read`; also of a checkpoint that names none."""
-    history = read(folder)
-    try:
-        table = read_json(folder / "manifest.json") if history == History() else {}
-        return without_branches(table["crc32"], table["iteration"]) if table else history
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def iteration_directory(root: str | Path, iteration: int) -> Path:
-    """`root/iter_0000020` for iteration 20."""
-    return Path(root) / f"iter_{iteration:07d}"
-
-
-def newest(root: str | Path, histories: Mapping[int, History | None]) -> int | None:
-    """The checkpoint that was saved last, whatever the tracker says: the newest of the branch that
-    began last, unless its state is damaged."""
-
-    def place(n: int) -> tuple[int, int]:
-        history = histories[n]
-        return history.number if history else 0, n
-
-    order = sorted(histories, key=place, reverse=True)
-    good = (
-        n for n in order if vouched_file(iteration_directory(root, n), "state.json") is not None
-    )
-    return next(good, order[0] if order else None)
-
-
 def led_to(own: History | None, iteration: int, others: Mapping[int, History | None]) -> list[int]:
     """Which of the `others` in its directory a checkpoint of `iteration` continues, itself
     included. One that cannot be read is not known to be of another branch."""
@@ -134,16 +87,19 @@ def led_to(own: History | None, iteration: int, others: Mapping[int, History | N
     return [n for n, other in others.items() if n <= iteration and leads(n, other)]
 
 
-def foreign(
-    own: History, others: Mapping[int, History | None], root: str | Path | None = None
-) -> list[int]:
+def are_one(main: History, own: History, iteration: int) -> bool:
+    """Is a snapshot of `iteration`, of history `own`, of the run whose newest checkpoint has
+    `main`?"""
+    if not own.branches:
+        return led_to(main, iteration, {iteration: own}) != []
+    return own.leads_to(main) or main.leads_to(own)
+
+
+def foreign(own: History, others: Mapping[int, History | None]) -> list[int]:
     """Which of the `others`, of one directory, are of another history than a run that begins at
-    `own`: they neither led to it nor continue it. `root`: the directory, where it can be read."""
+    `own`: they neither led to it nor continue it."""
     branch, last = own.branches[0]
     begins = {other.branches[0][0] for other in others.values() if other and other.branches}
-    if root is not None and last in others and others[last] == History():
-        first = identified(iteration_directory(root, last))
-        begins |= {first.branches[0][0]} if first else set()
 
     def is_own(n: int, other: History | None) -> bool:
         if other is None or not other.branches:
@@ -151,16 +107,3 @@ def foreign(
         return other.leads_to(own) or own.leads_to(other)
 
     return [n for n, other in others.items() if not is_own(n, other)]
-
-
-def vouched_file(folder: Path, name: str) -> bytes | None:
-    """The bytes of a file of a checkpoint; None where the manifest does not vouch for them."""
-    # nor a pipe, to wait for
-    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
-        return None
-    try:
-        crc32 = read_json(path_inside(folder, "manifest.json"))["files"][name]["crc32"]
-        content = read_bytes(path_inside(folder, name))
-        return content if f"{zlib.crc32(content):08x}" == crc32 else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -1,14 +1,26 @@
-"""Iterations that a run skips, by flags (skip_flags.py) and by the records of `skips.jsonl`:
-closed intervals, 1-based, the number printed on the log line."""
+"""Iterations that a run skips, by flags (--train-range-to-skip, --iterations-to-skip) and by the
+records of `skips.jsonl`: closed intervals, 1-based, the number printed on the log line. What is
+wrong with the flags: docs/skipping.md."""
 
-import hashlib
-import operator
+from __future__ import annotations
+
+import re
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 RANGE_FLAG = "--train-range-to-skip"
+SINGLE_FLAG = "--iterations-to-skip"
 FILE_NAME = "skips.jsonl"  # in the directory of --save
+SHOWN = 20  # problems or ranges listed one by one before the rest is only counted
+LARGE_SHARE = 20  # warn when more than 1 / 20 of the training is skipped
+
+_PAIR = re.compile(r"\s*([0-9]+)\s*(?:-|\.\.|:|,|/)\s*([0-9]+)\s*")
+_SUFFIXES = {"k": 10**3, "m": 10**6}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
 Range = tuple[int, int]
 
@@ -41,34 +53,18 @@ class SkipRanges:
         """How many iterations of [first, last] are skipped."""
         return max(0, self._count_to(last) - self._count_to(first - 1))
 
-    def joined(self, ranges: Iterable[Range]) -> "SkipRanges":
+    def joined(self, ranges: Iterable[Range]) -> SkipRanges:
         """These and others; nothing is said of overlaps."""
-        added = [*ranges]
-        if not added or tuple(added) == self.ranges:
-            return self
-        return SkipRanges(
-            added
-            if not self.ranges and is_normal(added, None)
-            else merge([*self.ranges, *added], [])
-        )
+        return SkipRanges(merge([*self.ranges, *ranges], []))
 
-    def cut(self, last: int) -> "SkipRanges":
+    def cut(self, last: int) -> SkipRanges:
         """These without the iterations after `last`."""
-        if not self.ranges or self.ranges[-1][1] <= last:
-            return self
         return SkipRanges((start, min(end, last)) for start, end in self.ranges if start <= last)
 
     def nothing_to_train(self, completed: int, train_iters: int) -> bool:
         """Whether iterations are left after `completed` ones and every one of them is skipped."""
         remaining = train_iters - completed
         return remaining > 0 and self.count_in(completed + 1, train_iters) == remaining
-
-    def hash(self) -> str:
-        """64 hexadecimal digits that depend on the normalised ranges only: all ranks must have the
-        same."""
-        return hashlib.sha256(
-            ",".join(f"{first}-{last}" for first, last in self.ranges).encode()
-        ).hexdigest()
 
     def _count_to(self, iteration: int) -> int:
         index = bisect_right(self._firsts, iteration) - 1
@@ -78,35 +74,16 @@ class SkipRanges:
         return self._before[index] + min(iteration, last) - first + 1
 
 
-def is_normal(ranges: list[Range], train_iters: int | None) -> bool:
-    """Whether ranges stand as `SkipRanges` keeps them, within the training: quick, since there may
-    be 1e5 of them."""
-    if not ranges:
-        return True
-    firsts = [first for first, _ in ranges]
-    ends = [last + 1 for _, last in ranges]
-    return (
-        firsts[0] >= 1
-        and (train_iters is None or ends[-1] <= train_iters + 1)
-        and all(map(operator.lt, firsts, ends))
-        and all(map(operator.lt, ends, islice(firsts, 1, None)))
-    )
-
-
-def merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
+def merge(ranges: Iterable[Range], warnings: list[str]) -> list[Range]:
     """Sorted, and joined where they overlap (with a warning), repeat or touch."""
     merged: list[Range] = []
-    start = 0
-    end = -1  # of the range that grows
-    # the given range before this one, and the one that `end` comes from
+    # the range before this one, and the one that reaches as far as the last of `merged`
     newest = reaching = (0, -1)
     for current in sorted(ranges):
         first, last = current
-        if first > end + 1:
-            if start:
-                merged.append((start, end))
-            start = first
-            end = last
+        end = reaching[1]
+        if first > end + 1 or not merged:
+            merged.append(current)
             reaching = current
         elif current != newest:
             if first <= end:
@@ -115,7 +92,156 @@ def merge(ranges: list[Range], warnings: list[str]) -> list[Range]:
                     "merged [skip-ranges-overlap]"
                 )
             if last > end:
-                end = last
+                merged[-1] = (merged[-1][0], last)
                 reaching = current
         newest = current
-    return [*merged, (start, end)] if start else merged
+    return merged
+
+
+class ParsedSkips(NamedTuple):
+    """What `parse_skips` gives: the ranges, and lines to print as warnings and as
+    information."""
+
+    ranges: SkipRanges
+    warnings: list[str]
+    infos: list[str]
+
+
+def parse_skips(
+    train_range_to_skip: Sequence[int | str] | None,
+    train_iters: int | None = None,
+    *,
+    iterations_to_skip: Sequence[int | str] | None = None,
+    samples_in: Callable[[SkipRanges], int] | None = None,
+    seq_length: int | None = None,
+) -> ParsedSkips:
+    """The union of --train-range-to-skip a b [c d ...] and --iterations-to-skip n ...,
+    normalised.
+
+    `train_iters` (when known) bounds it, and `samples_in(ranges)` with `seq_length` say what they
+    cost. Raises ValueError with ALL
+    problems, one per line.
+    """
+    typed = (
+        None if values is None else tuple(values)
+        for values in (train_range_to_skip, iterations_to_skip)
+    )
+    skips, *messages = _read(*typed, train_iters)
+    problems, warnings = map(list, messages)
+    if not problems and train_iters and skips.nothing_to_train(0, train_iters):
+        problems.append(
+            f"{RANGE_FLAG}: nothing to train, all {train_iters} iterations are skipped; narrow the "
+            "ranges [skip-leaves-nothing-to-train]"
+        )
+    if problems:
+        raise ValueError("\n".join(shorten(problems)))
+    infos = [describe(skips)] if skips.ranges else []
+    count = len(skips)
+    if train_iters and LARGE_SHARE * count > train_iters:
+        text = f"{RANGE_FLAG} skips {count} of {train_iters} iterations"
+        text += f" ({100 * count / train_iters:.1f} %)"
+        if samples_in is not None:
+            samples = samples_in(skips)
+            text += f", {samples} samples"
+            text += f" = {samples * seq_length} tokens" if seq_length else ""
+        warnings.append(f"{text} that will not be trained on [skip-large-share]")
+    return ParsedSkips(skips, shorten(warnings), infos)
+
+
+def describe(skips: SkipRanges) -> str:
+    """One line: the flag with the normalised ranges (ready to copy while they are few) and
+    their total."""
+    shown = " ".join(f"{first} {last}" for first, last in skips.ranges[:SHOWN])
+    number = f" ... ({len(skips.ranges)} ranges)" if len(skips.ranges) > SHOWN else ""
+    return f"skipping {len(skips)} iteration{'s' * (len(skips) != 1)}: {RANGE_FLAG} {shown}{number}"
+
+
+def shorten(lines: list[str]) -> list[str]:
+    """At most SHOWN lines, and how many more there are."""
+    more = len(lines) - SHOWN
+    return [*lines[:SHOWN], f"... and {more} more of these"] if more > 0 else lines
+
+
+# rules, notes and plan of one command line ask for the same, and there may be 1e5 ranges
+@lru_cache(maxsize=1)
+def _read(
+    pairs: tuple[int | str, ...] | None,
+    singles: tuple[int | str, ...] | None,
+    train_iters: int | None,
+) -> tuple[SkipRanges, tuple[str, ...], tuple[str, ...]]:
+    """The ranges that the values of the two flags are, cut at the end of training; problems and
+    warnings."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    values = _integers(RANGE_FLAG, pairs, problems)
+    single = _integers(SINGLE_FLAG, singles, problems)
+    if len(values) % 2:
+        problems.append(
+            f"{RANGE_FLAG}: takes pairs FIRST LAST, and {values[-1]} is a FIRST without a LAST; "
+            f"write {values[-1]} {values[-1]} to skip that iteration alone [skip-range-incomplete]"
+        )
+    typed = [
+        (f"{RANGE_FLAG} {first} {last}", first, last)
+        for first, last in zip(values[::2], values[1::2], strict=False)
+    ]
+    typed += [(f"{SINGLE_FLAG} {number}", number, number) for number in single]
+    usable = []
+    limit = sys.maxsize if train_iters is None else train_iters
+    for text, first, last in typed:
+        if first > last:
+            problems.append(
+                f"{text}: the first iteration is after the last; did you mean {last} {first}? "
+                "[skip-range-reversed]"
+            )
+        elif first < 1:
+            problems.append(
+                f"{text}: iterations start at 1"
+                + (f"; write 1 {last}" if last >= 1 else "")
+                + " [skip-before-first-iteration]"
+            )
+        elif first > limit:
+            problems.append(
+                f"{text}: never reached, training ends with iteration {train_iters}; give "
+                "iterations of the run, or omit it [skip-after-last-iteration]"
+            )
+        else:
+            usable.append((first, min(last, limit)))
+            if last > limit:
+                warnings.append(
+                    f"{text}: cut to {first} {limit}, the end of training [skip-range-cut]"
+                )
+    return SkipRanges(merge(usable, warnings)), tuple(problems), tuple(warnings)
+
+
+def _integers(flag: str, values: Sequence[int | str] | None, problems: list[str]) -> list[int]:
+    """The values as integers; each that is none becomes a problem, and then the list is unusable
+    (empty)."""
+    if values is None:
+        return []
+    if not values:
+        problems.append(
+            f"{flag} has no value; give "
+            + ("first and last" if flag == RANGE_FLAG else "the iterations")
+            + " [value-missing]"
+        )
+    bad = [text for text in map(str, values) if not _INTEGER.fullmatch(text)]
+    problems += [
+        # problems are lines
+        f"{flag} {' '.join(text.split())}: not an integer{_hint(text)} [value-malformed]"
+        for text in bad
+    ]
+    return [] if bad else list(map(int, values))
+
+
+def _hint(text: str) -> str:
+    """What the user may have meant by a value that is no integer."""
+    pair = _PAIR.fullmatch(text)
+    if pair:
+        return f"; write {RANGE_FLAG} {int(pair[1])} {int(pair[2])}"
+    plain = text.strip().replace("_", "").lower()
+    factor = _SUFFIXES.get(plain[-1:], 1)
+    try:
+        number = float(plain[:-1] if factor > 1 else plain) * factor
+    except ValueError:
+        return ""
+    return f"; write {int(number)}" if abs(number) < 1e15 and number == int(number) else ""

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.filesystem import MANIFEST
+from megatron.config.run_directory import (
+    MANIFEST,
+)
 from megatron.config.script import NO_SCRIPT, Script
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream

@@ -141,23 +141,6 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
     )
 
 
-def build_buffers(config: Config, plan: Plan, ctx: ParallelContext, model: Chunks) -> GradBuffers:
-    """The gradients of the model, and with a distributed optimizer this rank's part of it."""
-    p = config.parallel
-    buffers = GradBuffers(
-        list(model.parameters()),
-        ctx,
-        getattr(torch, config.precision.grad_dtype),
-        bucket_size=bucket_size(config, plan, ctx.pp.rank),
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        # a model of one's own may read a weight outside of the module that has it
-        overlap_param_gather=p.overlap_param_gather and not plan.own_model,
-        assign=assignment(config),
-        fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
-    )
-    return buffers
-
-
 def build_optimizer(
     config: Config, ctx: ParallelContext, buffers: GradBuffers, timers: Timers
 ) -> MixedPrecisionOptimizer:
@@ -202,7 +185,18 @@ def build_run(
             f"> made {len(communicators)} communicators on rank 0: {', '.join(communicators)}"
         )
     model, plan = build_model(config, plan, runtime, script)
-    buffers = build_buffers(config, plan, ctx, model)
+    p = config.parallel
+    buffers = GradBuffers(
+        list(model.parameters()),
+        ctx,
+        getattr(torch, config.precision.grad_dtype),
+        bucket_size=bucket_size(config, plan, ctx.pp.rank),
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        # a model of one's own may read a weight outside of the module that has it
+        overlap_param_gather=p.overlap_param_gather and not plan.own_model,
+        assign=assignment(config),
+        fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
+    )
     optimizer = build_optimizer(config, ctx, buffers, timers)
     if config.training.torch_compile:
         from megatron.model.compile import compile_layers

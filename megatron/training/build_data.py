@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.config.plan.plan import Plan, Targets
+from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
@@ -55,7 +55,16 @@ def build_data(
     of data it had; `provider` is a script's own source."""
     d = config.data
     dp = runtime.ctx.dp
-    _log_targets(plan.targets)
+    targets = plan.targets
+    for text in (
+        "> building train, validation, and test datasets ...",
+        " > datasets target sizes (minimum size):",
+        f"    train:      {targets.train}",
+        f"    validation: {targets.valid}",
+        f"    test:       {targets.test}",
+        "> building train, validation, and test datasets for GPT ...",
+    ):
+        log.detail(text)
     if index_helpers.REASON and not (d.mock_data or provider):
         log.detail(
             f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
@@ -110,19 +119,6 @@ def planned_order(
     train, valid, _ = source_of(config.data).build(config.data, replace(request, indices=False), [])
     sampler = _train_sampler(config, plan, train, Axis("dp", plan.data_parallel_size))
     return data_order_fingerprint(train, valid, None if sampler is None else sampler.order())
-
-
-def _log_targets(targets: Targets) -> None:
-    """Megatron's lines about how many samples the run needs."""
-    for line in (
-        "> building train, validation, and test datasets ...",
-        " > datasets target sizes (minimum size):",
-        f"    train:      {targets.train}",
-        f"    validation: {targets.valid}",
-        f"    test:       {targets.test}",
-        "> building train, validation, and test datasets for GPT ...",
-    ):
-        log.detail(line)
 
 
 def _request(

@@ -13,7 +13,7 @@ from megatron.training.logging.training_log import TrainingLog
 from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
-from megatron.training.skipping.skip import Skipping
+from megatron.training.skipping import Skipping
 
 
 def build_hooks(
@@ -34,7 +34,7 @@ def build_hooks(
     if config.profiling.profile:
         from megatron.training.profiler import Profiling
 
-        hooks.append(Profiling(run))
+        hooks.append(Profiling(config, run.model, run.runtime.rank, run.runtime.device))
     if config.training.check_weight_hash_across_dp_replicas_interval:
         from megatron.training.weight_check import WeightComparison
 
@@ -51,9 +51,9 @@ def build_hooks(
     hooks += [skipping, evaluation, saving]
     control = config.checkpoint.control_file
     if control and run.runtime.rank == 0:
-        from megatron.training.launch.control_file import ControlFile, ControlFileRequests
+        from megatron.training.launch.control_file import ControlFileRequests
 
-        hooks.append(ControlFileRequests(ControlFile(control)))
+        hooks.append(ControlFileRequests(control))
     if config.training.manual_gc:
         hooks.append(GarbageCollection(config.training))
     return hooks

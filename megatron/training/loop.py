@@ -21,7 +21,7 @@ from megatron.training.logging.training_log import TrainingLog
 from megatron.training.result import Requests
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
-from megatron.training.skipping.skip import Skipping
+from megatron.training.skipping import Skipping
 from megatron.training.step import ForwardStep, NotFinite, train_step
 
 AGREE_EVERY = 1000  # iterations, while all of them are skipped
@@ -76,7 +76,8 @@ class Trainer:
                 try:
                     requests = self.train_one(iteration, samples)
                     if progress.iteration < iteration:
-                        self._after_rollback()
+                        for hook in self.hooks:
+                            hook.on_rollback()
                         samples = self.open_training_samples()
                         continue
                 except (NotFinite, Refusal):  # all ranks are here
@@ -135,10 +136,6 @@ class Trainer:
             hook.after_step(result)
         return result.requests
 
-    def _after_rollback(self) -> None:
-        for hook in self.hooks:
-            hook.on_rollback()
-
     def _requests(self, iteration: int) -> Requests:
         """What this rank requests after `iteration`."""
         return self.agreement.own(hook.requests(iteration) for hook in self.hooks)
@@ -157,8 +154,7 @@ class Trainer:
         for interval in intervals:
             if interval:
                 iteration = min(iteration, next_multiple(first, interval))
-        self.skipping.announce(first, last)
-        result = self.skipping.skip(first, iteration)
+        result = self.skipping.skip(first, iteration, last)
         for hook in self.hooks:
             hook.after_skip(first, result)
         if (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import host, launcher
 from megatron.arguments import Problems
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.skip_log import Position, Skips
+from megatron.checkpoint.state import RunState
 from megatron.config import architecture, command_line, saved_flags
 from megatron.config.checks.declared import effective
 from megatron.config.command_line import CommandLine
-from megatron.config.history import vouched_file
 from megatron.config.plan.plan import Plan, make_plan
+from megatron.config.run_directory import ARGS, STATE, newest_with_good_args, vouched_file
 from megatron.config.tree import Config
 from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.training import memory
 from megatron.training.checkpointing import one_history
-from megatron.training.checkpointing.one_history import newest_of_load
 from megatron.training.checkpointing.resume_checks import (
     architecture_problem,
-    optimizer_problem,
-    position_problem,
-    vocabulary_problem,
+    contradictions,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ def check(line: CommandLine) -> Tokenizer:
     problems = [
         *one_history.problems(line),
         *_of_checkpoint(line, plan, tokenizer.identity()),
+        *_of_skips(line, plan),
         *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *([] if line.script.model_provider else _of_memory(line.config, plan)),
     ]
@@ -82,6 +82,7 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
     problems = [
         *one_history.problems(line),
         *_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()),
+        *_of_skips(line, plan),
     ]
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         if line.script.datasets_provider is None:
@@ -90,13 +91,26 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         command_line.refuse(list(dict.fromkeys([*problems, *more])), launcher.info())
 
 
-def resumed_state(line: CommandLine) -> dict[str, Any] | None:
-    """The counters of the checkpoint on this machine from which the run goes on; None where there
-    is none, or they cannot be read."""
+def resumed_state(line: CommandLine) -> RunState | None:
+    """The state of the checkpoint on this machine from which the run goes on; None where there is
+    none, or it cannot be read."""
+    folder = _folder(line)
+    if folder is None or line.config.checkpoint.finetune:
+        return None
+    text = vouched_file(folder, STATE)
+    try:
+        return None if text is None else RunState.parse(text, str(folder))
+    except CheckpointError:
+        return None
+
+
+def _folder(line: CommandLine) -> Path | None:
+    """The checkpoint on this machine that the run loads."""
     c = line.config.checkpoint
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    folder = None if c.load is None or c.finetune or fetched else newest_of_load(c, c.load)
-    return None if folder is None else _state(folder)
+    if c.load is None or fetched:
+        return None
+    return newest_with_good_args(c.load, c.ckpt_step, c.slots_of(c.load))
 
 
 def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
@@ -190,10 +204,10 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
     would be loaded."""
     config = line.config
     c = line.config.checkpoint
-    fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    folder = None if c.load is None or fetched else newest_of_load(c, c.load)
-    saved, state = (None, None) if folder is None else (_saved_config(folder), _state(folder))
-    if c.load is None or saved is None or c.finetune:
+    folder = _folder(line)
+    saved = None if folder is None else _saved_config(folder)
+    state = resumed_state(line)
+    if saved is None or c.finetune:
         return
     differences = architecture.typed_differences(effective(saved).model, effective(config).model)
     wrong = architecture_problem(differences)
@@ -201,49 +215,36 @@ def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> I
         yield wrong
     if state is None:
         return
-    iteration = state["iteration"]
-    consumed = state["consumed_train_samples"]
-    before = state["data"].get("tokenizer") or {} if identity else {}
     # weights of another suite have none
-    with_optimizer = not c.no_load_optim and bool(iteration)
-    schedule = state["scheduler"] if with_optimizer else {}
-    kind = state["optimizer"].get("optimizer")
-    problems = (
-        vocabulary_problem(c.load, before, identity),
-        optimizer_problem(c.load, kind, saved, config) if with_optimizer else None,
-        position_problem(config, plan, saved, iteration, consumed),
-        build_scheduler(config, plan, SimpleNamespace(param_groups=[])).problem(schedule),
-    )
-    yield from (text for text in problems if text)
+    with_optimizer = not c.no_load_optim and bool(state.iteration)
+    yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
+    scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
+    if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
+        yield wrong
 
 
 def _saved_config(folder: Path) -> Config | None:
     """The flags that a checkpoint was saved with; None where they cannot be read."""
     try:
-        if vouched_file(folder, "args") is not None:
-            return saved_flags.read(folder / "args").config
+        if vouched_file(folder, ARGS) is not None:
+            return saved_flags.read(folder / ARGS).config
     except Problems:
         pass
     return None
 
 
-def _state(folder: Path) -> dict[str, Any] | None:
-    """Its counters; None where they cannot be read."""
-    text = vouched_file(folder, "state.json")
+def _of_skips(line: CommandLine, plan: Plan) -> list[str]:
+    """What is wrong with iterations to skip, as far as can be seen here where the run goes on.
+    Raises CheckpointError for records that cannot be read."""
+    c = line.config.checkpoint
+    state = resumed_state(line)
+    local = c.non_persistent_ckpt_type == "local"
+    if line.config.training.skip_train or line.load_url or line.snapshot_url or local:
+        return []  # what is newest is known when it is here
+    if state is None:
+        return Skips.read(c, plan.skips, Position()).problems(plan)
     try:
-        state = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    kinds = {
-        "iteration": int,
-        "consumed_train_samples": int,
-        "data": dict,
-        "scheduler": dict,
-        "optimizer": dict,
-    }
-    return (
-        state
-        if isinstance(state, dict)
-        and all(type(state.get(key)) is kind for key, kind in kinds.items())
-        else None
-    )
+        here = Position.of(state.iteration, state.consumed_train_samples, state.skipped_ranges())
+    except CheckpointError:
+        return []  # the load says why
+    return Skips.read(c, plan.skips, here, state.skips).problems(plan)

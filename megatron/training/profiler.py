@@ -16,7 +16,6 @@ from megatron.config.tree import Config
 from megatron.small_files import make_directories
 from megatron.training.hook import Hook
 from megatron.training.result import IterationResult
-from megatron.training.run import Run
 
 
 def trace_directory(config: Config) -> Path:
@@ -26,8 +25,9 @@ def trace_directory(config: Config) -> Path:
     return Path(shown) if shown else Path(config.checkpoint.save or ".") / "profile"
 
 
-class Profiler:
-    """Profiles iterations --profile-step-start + 1 to --profile-step-end of this rank.
+class Profiling(Hook):
+    """--profile: profiles iterations --profile-step-start + 1 to --profile-step-end of this rank.
+    It comes first, so that a profile holds nothing of the other hooks.
 
     A trace has an event for every forward pass of a module, under the module's name.
     """
@@ -55,12 +55,12 @@ class Profiler:
             self._running = True
             self._start()
 
-    def after_step(self, iteration: int) -> None:
+    def after_step(self, result: IterationResult) -> None:
         """Stop after the last profiled iteration."""
-        if self._running and iteration >= self._last:
-            self.close()
+        if result.iteration >= self._last:
+            self.on_end()
 
-    def close(self) -> None:
+    def on_end(self) -> None:
         """Stop, and write what was recorded."""
         if not self._running:
             return
@@ -120,19 +120,3 @@ def _name_forward_passes(root: nn.Module) -> list[RemovableHandle]:
         handles.append(module.register_forward_pre_hook(enter(name or type(root).__name__)))
         handles.append(module.register_forward_hook(leave))
     return handles
-
-
-class Profiling(Hook):
-    """--profile. It comes first, so that a profile holds nothing of the other hooks."""
-
-    def __init__(self, run: Run):
-        self._profiler = Profiler(run.config, run.model, run.runtime.rank, run.runtime.device)
-
-    def before_step(self, iteration: int) -> None:
-        self._profiler.before_step(iteration)
-
-    def after_step(self, result: IterationResult) -> None:
-        self._profiler.after_step(result.iteration)
-
-    def on_end(self) -> None:
-        self._profiler.close()

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.skip_log import SkipRecord
 from megatron.config.history import History
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.optimizer.scheduler import OptimizerParamScheduler
-from megatron.parallel.collectives import all_reduce_
+from megatron.parallel.collectives import all_reduce_, gather_objects
 from megatron.parallel.ddp import GradBuffers
 from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
@@ -23,7 +25,6 @@ from megatron.training.batch import BatchRules
 from megatron.training.launch.initialize import Runtime
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.result import IterationResult
-from megatron.training.skipping.history import SkipHistory
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 else:
     Chunks = nn.ModuleList
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,11 @@ class Progress:
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     skipped_train_samples: int = 0
-    # the ranges already skipped; those to come are `Run.plan.skips`
-    skip_history: SkipHistory = field(default_factory=SkipHistory)
+    # the ranges [first, last] already skipped, ascending; those to come are `Run.plan.skips`
+    skipped: list[list[int]] = field(default_factory=list)
+    skipped_iterations: int = 0
+    saved_skips: list[Any] = field(default_factory=list)  # `skips` of the state that was loaded
+    skip_records: list[SkipRecord] = field(default_factory=list)  # of what is skipped
     data_order: dict[str, Any] = field(default_factory=dict)  # which data the samples are of
     # what checkpoints keep of features, by name (`Hook`)
     features: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +115,21 @@ class Run:
     services: Services = field(default_factory=Services)
     script_flags: Sequence[str] = ()  # of a script's own, as typed
 
+    def of_rank_0(self, action: Callable[[], Value]) -> Value:
+        """What `action` gives on rank 0, for all ranks, which call this. Raises its CheckpointError
+        on all of them."""
+        answer: Any = None
+        failure = None
+        if self.runtime.rank == 0:
+            try:
+                answer = action()
+            except CheckpointError as error:
+                failure = error
+        answer, failure = gather_objects((answer, failure), self.runtime.ctx.world)[0]
+        if failure:
+            raise failure
+        return answer
+
     def advance(self, result: IterationResult) -> IterationResult:
         """Move the counters and the schedule past an iteration, or past several that are skipped at
         once; `result` with where the run is then."""
@@ -121,7 +142,11 @@ class Run:
         progress.consumed_train_samples += samples
         if result.skipped == "user":
             progress.skipped_train_samples += samples
-            progress.skip_history.note(first, last)
+            progress.skipped_iterations += result.iterations
+            if progress.skipped and progress.skipped[-1][1] == first - 1:
+                progress.skipped[-1][1] = last
+            else:
+                progress.skipped.append([first, last])
         self.scheduler.after_iteration(
             plan.scheduled_samples(first, last), overflow=result.skipped == "overflow"
         )
@@ -129,7 +154,7 @@ class Run:
             result,
             consumed_samples=progress.consumed_train_samples,
             skipped_samples=progress.skipped_train_samples,
-            skipped_iterations=progress.skip_history.total,
+            skipped_iterations=progress.skipped_iterations,
             learning_rate=self.scheduler.get_lr(),
             loss_scale=self.optimizer.loss_scale,
             adam_beta2=self.optimizer.adam_beta2,

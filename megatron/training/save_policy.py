@@ -53,26 +53,19 @@ class SavePolicy(Hook):
 
     def due(self, iteration: int) -> bool:
         """Whether a checkpoint or snapshot is due at `iteration`."""
-        return self._save_due(iteration) or self._snapshot_due(iteration)
+        return any(every and iteration % every == 0 for every in self.intervals())
 
     def intervals(self) -> Sequence[int | None]:
         c = self._run.config.checkpoint
         return (c.save_interval, c.snapshot_interval) if c.save else ()
 
-    def _save_due(self, iteration: int) -> bool:
-        c = self._run.config.checkpoint
-        return bool(c.save and c.save_interval and iteration % c.save_interval == 0)
-
-    def _snapshot_due(self, iteration: int) -> bool:
-        c = self._run.config.checkpoint
-        return bool(c.save and c.snapshot_interval and iteration % c.snapshot_interval == 0)
-
     def save_if_due(self, iteration: int, requested: bool, final: bool) -> None:
         """Save after `iteration` if its interval, or else a snapshot, is due; `requested`: in any
         case. `final`: no other save of this run follows."""
-        if requested or self._save_due(iteration):
+        every = self._run.config.checkpoint.save_interval
+        if requested or every and iteration % every == 0:
             self.save(final)
-        elif self._snapshot_due(iteration):
+        elif self.due(iteration):
             self._snapshot()
 
     def on_rollback(self) -> None:

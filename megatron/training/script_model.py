@@ -166,10 +166,6 @@ def build(
     return models
 
 
-def _is_of_suite(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("megatron.")
-
-
 def _move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move what is not of the suite, as it came: numbers with a fraction get `dtype`."""
     for module in model.modules():
@@ -183,7 +179,7 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
                 )
             p.data = p.data.to(device, dtype)
         for name, buffer in module.named_buffers(recurse=False):
-            if not _is_of_suite(module):
+            if not type(module).__module__.startswith("megatron."):
                 setattr(
                     module, name, buffer.to(device, dtype if buffer.is_floating_point() else None)
                 )

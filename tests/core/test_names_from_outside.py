@@ -26,7 +26,7 @@ from megatron.checkpoint.safetensors_file import Entry, write_file
 from megatron.checkpoint.state import RunState
 from megatron.config import checkpoint_args
 from megatron.config.architecture import FromCheckpoint
-from megatron.config.history import vouched_file
+from megatron.config.run_directory import vouched_file
 from megatron.config.tree import Config
 from megatron.data.chat.templates import template_in_folder
 from megatron.data.object_storage import mirror

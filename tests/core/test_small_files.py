@@ -22,10 +22,10 @@ from megatron.analysis.run_reader import read_run
 from megatron.analysis.trace_file import read_memory
 from megatron.args_file import read_words
 from megatron.arguments import Problems
-from megatron.checkpoint import filesystem, lock, store
+from megatron.checkpoint import lock, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.config import command_line
-from megatron.config.history import vouched_file
+from megatron.config import command_line, run_directory
+from megatron.config.run_directory import vouched_file
 from megatron.data.blend.blended_dataset import read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
 from megatron.data.file_access import map_file
@@ -34,7 +34,8 @@ from megatron.data.ledger import Ledger, read_ledger
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.bpe import _special_names, _tiktoken_pieces
 from megatron.data.tokenizers.gpt2_bpe import read_merges, read_vocabulary
-from megatron.training.launch.control_file import ControlFile
+from megatron.training.launch.control_file import ControlFileRequests
+from megatron.training.result import Requests
 from tests import problems
 from tests.campaigns.hostile.kinds import make_hugging_face
 from tests.problems import raises
@@ -83,7 +84,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "index": lambda path: map_file(str(path)),
     "chat template": lambda path: find_template(str(path), None, {}),
     "PyTorch .pt": lambda path: TorchFile(_opened(path)),
-    "small file of a checkpoint": filesystem.read_small_file,
+    "small file of a checkpoint": run_directory.read_small_file,
 }
 REST = ("data ledger to write", "chat template", "small file of a checkpoint")
 EXPECTED = (ValueError, OSError, Problems, ConversionError, Refused, CheckpointError)
@@ -243,7 +244,7 @@ def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path):
     (tmp_path / "x").write_bytes(b"x" * 100_000)
     tracemalloc.start()
     assert len(small_files.read_bytes(tmp_path / "x")) == 100_000
-    assert len(filesystem.read_small_file(tmp_path / "x")) == 100_000
+    assert len(run_directory.read_small_file(tmp_path / "x")) == 100_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000
@@ -265,9 +266,9 @@ def test_ranks_that_fit_a_huge_batch_are_found_at_once(tmp_path):
 
 def test_a_control_file_that_is_a_pipe_requests_nothing(tmp_path):
     os.mkfifo(tmp_path / "control")
-    control = ControlFile(str(tmp_path / "control"))
+    control = ControlFileRequests(str(tmp_path / "control"))
     assert control.request(9) is None
-    control.done()
+    control.after_iteration(9, Requests(save_now=1))
 
 
 def test_a_cache_whose_description_is_a_pipe_is_built_again(tmp_path):

@@ -922,13 +922,13 @@ BUGS = {
         f"{SKIPPING}::test_columns_are_those_of_the_whole_run",
     ),
     "a gradient norm in the log of a skipped iteration": Bug(
-        "megatron.training.skipping.skip.Skipping.skip",
+        "megatron.training.skipping.Skipping.skip",
         "skipped='user'",
         "skipped='user', grad_norm=1.0",
         f"{SKIPPING}::test_lines_of_skipped_iterations_have_no_loss_and_no_norm",
     ),
     "an update with zero gradients in place of a skipped iteration": Bug(
-        "megatron.training.skipping.skip.Skipping.skip",
+        "megatron.training.skipping.Skipping.skip",
         "run = self._run",
         "run = self._run\n"
         "for part in run.buffers.owned:\n    part.main_grad.zero_()\nrun.optimizer.step()",

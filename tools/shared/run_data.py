@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpoint import skip_log
-from megatron.checkpoint.filesystem import iterations
+from megatron.checkpoint.skip_log import Position, Skips
 from megatron.config import command_line, saved_flags
-from megatron.config.checks.paths import newest_checkpoint
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.plan import Plan, make_plan
+from megatron.config.run_directory import iteration_directory, iterations, newest
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
@@ -148,20 +148,18 @@ def open_run(
 def _skips(folder: Path, state: dict[str, Any], typed: SkipRanges) -> SkipRanges:
     """What a run has skipped up to a checkpoint, and from there on will skip by flags and
     records."""
-    lines, _ = skip_log.read(folder.parent)
-    lines = lines or [line for line in state["skips"] if isinstance(line, str)]
-    records = skip_log.parse(lines, str(folder))
-    to_come = typed.joined(span for record in records for span in record.iterations.ranges).ranges
     done = state["iteration"]
-    past = SkipRanges((first, last) for first, last in state["skipped"]).cut(done)
-    return past.joined((max(first, done + 1), last) for first, last in to_come if last > done)
+    here = Position.of(done, state["consumed_train_samples"], state["skipped"])
+    skips = Skips.read(CheckpointConfig(load=str(folder)), typed, here, state["skips"])
+    to_come = ((max(first, done + 1), last) for first, last in skips.all().ranges if last > done)
+    return here.skipped.cut(done).joined(to_come)
 
 
 def checkpoint_after(run: str, iteration: int | None) -> Path:
     """The checkpoint whose flags an iteration ran with: the first one that has it behind it, else
     the newest."""
-    newest = newest_checkpoint(run)
-    if newest is None:
+    last = newest(run)
+    if last is None:
         raise ValueError(
             f"{run}: no checkpoint there, whose flags would say what was read; give the directory "
             "that --save named, or -- and the flags of pretrain_gpt.py "
@@ -169,7 +167,7 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
         )
     after = [
         number
-        for number in iterations(newest.parent)
-        if iteration is not None and iteration <= number <= int(newest.name[5:])
+        for number in iterations(last.parent)
+        if iteration is not None and iteration <= number <= int(last.name[5:])
     ]
-    return newest.parent / f"iter_{after[0]:07d}" if after and newest != Path(run) else newest
+    return iteration_directory(last.parent, after[0]) if after and last != Path(run) else last

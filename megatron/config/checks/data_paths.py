@@ -209,7 +209,8 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
 
 def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
     lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
-    if not lost or (len(lost) == 2 and (_several(prefix) or _in_parts(prefix))):
+    in_parts = os.path.isfile(f"{prefix}.parts/parts.json")  # megatron/data/parts/part_set.py
+    if not lost or (len(lost) == 2 and (_several(prefix) or in_parts)):
         return
     shown = f"{flag} {prefix}" if words == 1 else f"{flag}: {prefix}"
     stem, end = os.path.splitext(prefix)
@@ -231,11 +232,6 @@ def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
             + _near_prefixes(prefix)
             + " [data-not-found]"
         )
-
-
-def _in_parts(prefix: str) -> bool:
-    """Is it a set of parts? (megatron/data/parts/part_set.py)"""
-    return os.path.isfile(f"{prefix}.parts/parts.json")
 
 
 def _several(word: str) -> bool:

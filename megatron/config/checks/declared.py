@@ -65,7 +65,12 @@ def without_effect(
             if (needs := [need for need in f.flags[name].needs if not is_met(need, f)])
         }
         if not lacking:
-            return taken_back, [*lines, *_never_with_effect(f)]
+            lines += [
+                f"{f.say(name)}: no effect here, because {flag.no_effect} [flag-has-no-effect]"
+                for name, flag in f.flags.items()
+                if flag.no_effect and name in f.typed and f[name] != flag.default
+            ]
+            return taken_back, lines
         for name in filter(lacking.get, f.flags):
             taken_back[name] = f.flags[name].default
             lines += [
@@ -79,12 +84,6 @@ def effective(config: Config) -> Config:
     scripts with a model of their own."""
     taken_back, _ = without_effect(config, 1, flags_of(type(config)))
     return config_from(type(config), {**values_of(config), **taken_back})
-
-
-def _never_with_effect(f: Facts) -> Iterator[str]:
-    for name, flag in f.flags.items():
-        if flag.no_effect and name in f.typed and f[name] != flag.default:
-            yield f"{f.say(name)}: no effect here, because {flag.no_effect} [flag-has-no-effect]"
 
 
 def in_words(need: Need, f: Facts) -> str:

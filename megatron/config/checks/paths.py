@@ -10,22 +10,20 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from megatron import launcher
-from megatron.config import history
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
-from megatron.config.checks.listing import as_number, listing, text_lines
+from megatron.config.checks.listing import as_number, listing
 from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
+from megatron.config.run_directory import FINAL, MANIFEST, TRACKER, newest
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, safe_name
 
 SPLITS = ("train", "valid", "test")
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class HasIndex(Protocol):
@@ -249,7 +247,7 @@ def _checkpoint(c: CheckpointConfig, groups: Iterable[object]) -> Iterator[str]:
     if problem := of_another_suite(c.load, groups):
         yield problem
         return
-    iterations = sorted(int(n[5:]) for n in listing(c.load) if re.fullmatch(r"iter_\d{7,}", n))
+    iterations = sorted(int(m[1]) for n in listing(c.load) if (m := FINAL.fullmatch(n)))
     if c.ckpt_step is not None and not os.path.isdir(
         os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
     ):
@@ -278,11 +276,16 @@ def _may_hold_checkpoint(load: str, c: CheckpointConfig) -> bool:
     """Whether `load` has a complete checkpoint or snapshot, or one that is elsewhere."""
     if is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local":
         return True
-    aside = (n for n in listing(load) if re.fullmatch(r"\.iter_\d{7,}\.old-[0-9a-f]{8}", n))
-    return any(
-        os.path.isfile(os.path.join(folder, "manifest.json"))
-        for folder in (load, *(os.path.join(load, name) for name in aside))
-    ) or bool(_iterations(load) or _snapshots(c, load))
+    aside = re.compile(r"\.iter_\d{7,}\.old-[0-9a-f]{8}")
+    folders = [load]
+    folders += [os.path.join(load, n) for n in listing(load) if aside.fullmatch(n)]
+    folders += [
+        os.path.join(root, name)
+        for root in (load, *map(str, c.slots_of(load)))
+        for name in listing(root)
+        if FINAL.fullmatch(name)
+    ]
+    return any(os.path.isfile(os.path.join(folder, MANIFEST)) for folder in folders)
 
 
 def _not_of_first_run(load: str, c: CheckpointConfig) -> list[str]:
@@ -290,21 +293,7 @@ def _not_of_first_run(load: str, c: CheckpointConfig) -> list[str]:
     names = listing(load)
     if not _same_path(load, c.save):
         return names
-    return [n for n in names if n == TRACKER or re.fullmatch(r"iter_\d{7,}", n)]
-
-
-def _iterations(folder: str) -> list[int]:
-    """The iterations of the complete checkpoints of a run directory, ascending."""
-    names = [n for n in listing(folder) if re.fullmatch(r"iter_\d{7,}", n)]
-    return sorted(
-        int(n[5:]) for n in names if os.path.isfile(os.path.join(folder, n, "manifest.json"))
-    )
-
-
-def _snapshots(c: CheckpointConfig, root: str) -> list[int]:
-    """The iterations of the snapshots that belong to the run directory `root`."""
-    folder = c.snapshot_dir or os.path.join(root, "snapshots")
-    return [n for slot in "01" for n in _iterations(os.path.join(folder, slot))]
+    return [n for n in names if n == TRACKER or FINAL.fullmatch(n)]
 
 
 def _same_path(first: str, second: str | None) -> bool:
@@ -324,63 +313,18 @@ def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
 
 
 def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
-    newest = newest_checkpoint(load)
-    if newest is None and os.path.isfile(os.path.join(load, "config.json")):
+    first = newest(load)
+    if first is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {shlex.quote(load)} DIR"
-    folders = [str(newest)] if newest else [os.path.join(load, "release"), load]
+    folders = [str(first)] if first else [os.path.join(load, "release"), load]
     names = [n for folder in folders for n in listing(folder)]
     if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata|metadata\.json", n) for n in names):
         return f"megatron-import {shlex.quote(load)} DIR"
     if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
         return f"deepspeed-import {shlex.quote(load)} DIR"
-    if newest is None:
+    if first is None:
         return next(filter(None, (group.converter_command(load) for group in groups)), None)
     return None
-
-
-def newest_checkpoint(load: str, ckpt_step: int | None = None) -> Path | None:
-    """The iter_XXXXXXX directory that --load means: itself, that of `ckpt_step`, the tracker's, or
-    without a tracker the one saved last; None if absent."""
-    folder = Path(load)
-    if re.fullmatch(r"iter_\d{7,}", folder.name) and folder.is_dir() and ckpt_step is None:
-        return folder
-    name = str(ckpt_step) if ckpt_step is not None else ""
-    if ckpt_step is None and not os.path.lexists(folder / TRACKER):
-        last = history.newest(load, history.read_all(load, _iterations(load)))
-        name = "" if last is None else str(last)
-    elif ckpt_step is None:
-        lines = text_lines(str(folder / TRACKER))
-        name = lines[0].strip() if isinstance(lines, list) and lines else ""
-    if not name.isdecimal():
-        return None
-    checkpoint = folder / f"iter_{int(name):07d}"
-    return checkpoint if checkpoint.is_dir() else None
-
-
-def newest_with_good_args(load: str, ckpt_step: int | None = None) -> Path | None:
-    """What newest_checkpoint finds; of a run directory, the newest one up to it whose args are
-    those its manifest names.
-
-    A load goes back to an older checkpoint where the newest is damaged, so its flags must not count
-    either.
-    """
-    newest = newest_checkpoint(load, ckpt_step)
-    if ckpt_step is not None or newest == Path(load):
-        return newest
-    names = sorted(
-        (n for n in listing(load) if re.fullmatch(r"iter_\d{7,}", n)),
-        key=lambda name: -int(name[5:]),
-    )
-    older = (
-        Path(load, name)
-        for name in names
-        if newest is None or int(name[5:]) <= int(newest.name[5:])
-    )
-    return next((folder for folder in older if _has_good_args(folder)), newest)
-
-
-def _has_good_args(folder: Path) -> bool:
-    return history.vouched_file(folder, "args") is not None
 
 
 def _too_long(flag: str, path: str) -> str | None:

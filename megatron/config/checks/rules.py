@@ -188,7 +188,7 @@ _RULES = (
     _packed,
     schedule.length_and_batch,
     schedule.learning_rate,
-    services.saving,
+    model.recompute,
     _local_copies,
     services.profiling,
     services.skipped,

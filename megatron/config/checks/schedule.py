@@ -38,16 +38,6 @@ def length_and_batch(f: Facts) -> Iterator[str]:
 
 def learning_rate(f: Facts) -> Iterator[str]:
     """Learning rate and weight decay."""
-    yield from _learning_rates(f)
-    unit = "iters" if f["train_samples"] is None else "samples"
-    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
-    if f.ok(horizon):
-        yield from _warm_up(f, unit, horizon)
-        yield from _wsd(f, unit, horizon)
-    yield from _weight_decay(f)
-
-
-def _learning_rates(f: Facts) -> Iterator[str]:
     for name, peak in (
         ("min_lr", "lr"),
         ("lr_warmup_init", "lr"),
@@ -56,6 +46,12 @@ def _learning_rates(f: Facts) -> Iterator[str]:
     ):
         if f.ok(peak, name) and f[name] > f[peak]:
             yield f"{f.say(name)}: greater than {f.say(peak)}; use at most that [lr-above-peak]"
+    unit = "iters" if f["train_samples"] is None else "samples"
+    horizon = f"lr_decay_{unit}" if f[f"lr_decay_{unit}"] is not None else f"train_{unit}"
+    if f.ok(horizon):
+        yield from _warm_up(f, unit, horizon)
+        yield from _wsd(f, unit, horizon)
+    yield from _weight_decay(f)
 
 
 def _warm_up(f: Facts, unit: str, horizon: str) -> Iterator[str]:
@@ -83,8 +79,12 @@ def _init(f: Facts, unit: str) -> int:
 def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
     if f["lr_decay_style"] not in ANNEALED:
         return
-    if f["lr_wsd_decay_style"] == "inverse":
-        yield from _inverse(f)
+    for name in ("min_lr", "decoupled_min_lr"):
+        if f["lr_wsd_decay_style"] == "inverse" and f[name] == 0:  # its rate is never 0
+            yield (
+                f"{f.say('lr_wsd_decay_style')}: cannot reach 0; give {f.flags[name].spelling} "
+                "above 0 [wsd-inverse-decay-to-zero]"
+            )
     wsd = f"lr_wsd_decay_{unit}"
     if f[wsd] is None:
         yield (
@@ -98,16 +98,6 @@ def _wsd(f: Facts, unit: str, horizon: str) -> Iterator[str]:
         )
     elif f["lr_decay_style"] == "WSD-S":
         yield from _decay_ends(f, unit, horizon)
-
-
-def _inverse(f: Facts) -> Iterator[str]:
-    """Its rate is never 0."""
-    for name in ("min_lr", "decoupled_min_lr"):
-        if f[name] == 0:
-            yield (
-                f"{f.say('lr_wsd_decay_style')}: cannot reach 0; give {f.flags[name].spelling} "
-                "above 0 [wsd-inverse-decay-to-zero]"
-            )
 
 
 def _decay_ends(f: Facts, unit: str, horizon: str) -> Iterator[str]:

@@ -6,12 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.checks.batch import schedule_of
 from megatron.config.checks.facts import Facts
-from megatron.config.checks.model import recompute
-
-
-def saving(f: Facts) -> Iterator[str]:
-    """Recompute, determinism, checkpoints."""
-    yield from recompute(f)
+from megatron.config.skip_ranges import parse_skips
 
 
 def profiling(f: Facts) -> Iterator[str]:
@@ -45,8 +40,6 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
     if schedule and f.ok("train_samples"):
         iterations = schedule.train_iters_from_samples(f["train_samples"])
     try:
-        from megatron.config.skip_flags import parse_skips
-
         skips = parse_skips(
             f["train_range_to_skip"],
             iterations,

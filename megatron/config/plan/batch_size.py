@@ -6,10 +6,10 @@ skipped or restarted. Constant size, ramp-up and step schedule follow Megatron-L
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.config.plan import batch_ramps
 from megatron.config.skip_ranges import SkipRanges
@@ -265,13 +265,17 @@ def build_batch_size_schedule(
         BatchSizeSchedule, micro_batch_size=micro_batch_size, data_parallel_size=data_parallel_size
     )
     if step_batch_size_schedule is not None:
-        _check_alone(
-            {
-                "--rampup-batch-size": rampup_batch_size,
-                "--rampup-micro-batches": rampup_micro_batches,
-                "--decrease-batch-size-if-needed": decrease_batch_size_if_needed or None,
-            }
-        )
+        ramps = {
+            "--rampup-batch-size": rampup_batch_size,
+            "--rampup-micro-batches": rampup_micro_batches,
+            "--decrease-batch-size-if-needed": decrease_batch_size_if_needed or None,
+        }
+        for flag, value in ramps.items():
+            if value is not None:
+                raise ValueError(
+                    f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes "
+                    "[flags-exclude-each-other]"
+                )
         steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
         if global_batch_size not in (None, steps[-1][1]):
             raise ValueError(
@@ -302,13 +306,3 @@ def build_batch_size_schedule(
         steps = batch_ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
         return schedule(steps, flag="--rampup-micro-batches", headline=headline)
     return schedule([(0, size)], flag="--global-batch-size", headline=headline)
-
-
-def _check_alone(ramps: Mapping[str, Any]) -> None:
-    """Raise ValueError for a flag beside --step-batch-size-schedule that sets sizes too."""
-    for flag, value in ramps.items():
-        if value is not None:
-            raise ValueError(
-                f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes "
-                "[flags-exclude-each-other]"
-            )

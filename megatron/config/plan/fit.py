@@ -4,8 +4,10 @@ flags with which it would fit. Needs no torch."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations, islice
 from typing import Any
 
@@ -116,7 +118,10 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
     flags = flags_of(type(config))
     fitting: list[dict[str, Any]] = []
     for change in _changes(config, world_size):
-        if any(_goes_further(change, smaller) for smaller in fitting):
+        if any(
+            all(name in change and change[name] >= value for name, value in smaller.items())
+            for smaller in fitting
+        ):
             continue  # it fits without the rest
         ranks_of_change = math.prod(
             change[name] // values[name] for name in (*_SIZES, _EXPERTS) if name in change
@@ -139,34 +144,27 @@ def _ways(config: Config, plan: Plan, world_size: int, limit: int) -> Iterator[s
             yield f"{' '.join(words)} ({gib(size)})"
 
 
-def _goes_further(change: Mapping[str, Any], smaller: Mapping[str, Any]) -> bool:
-    """Whether a change has all of another one, with the same values or greater ones."""
-    return all(name in change and change[name] >= value for name, value in smaller.items())
-
-
 def _changes(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
     """What is tried: what costs little speed with the layout as it is; another layout; both."""
     p = config.parallel
     t = config.training
-    cheap: list[dict[str, Any]] = []
-    if not p.use_distributed_optimizer and world_size > 1:
-        cheap.append({"use_distributed_optimizer": True})
-    if not p.sequence_parallel and p.tensor_model_parallel_size > 1:
-        cheap.append({"sequence_parallel": True})
-    if t.micro_batch_size > 1:
-        cheap.append({"micro_batch_size": 1})
-    if t.recompute != "full":
-        full = {"recompute_granularity": "full", "recompute_method": "uniform"}
-        cheap.append({**full, "recompute_num_layers": 1})
+    full = {"recompute_granularity": "full", "recompute_method": "uniform"}
+    tried: list[tuple[dict[str, Any], bool]] = [
+        ({"use_distributed_optimizer": True}, not p.use_distributed_optimizer and world_size > 1),
+        ({"sequence_parallel": True}, not p.sequence_parallel and p.tensor_model_parallel_size > 1),
+        ({"micro_batch_size": 1}, t.micro_batch_size > 1),
+        ({**full, "recompute_num_layers": 1}, t.recompute != "full"),
+    ]
+    cheap = [change for change, differs in tried if differs]
     for count in range(len(cheap)):
         for chosen in combinations(cheap, count + 1):
-            yield _merged(chosen)
+            yield reduce(operator.or_, chosen)
     layouts = list(_layouts(config, world_size))
     yield from layouts
     for layout in layouts:
         if "tensor_model_parallel_size" in layout:
             layout["sequence_parallel"] = True
-        yield _merged([layout, *cheap])
+        yield reduce(operator.or_, cheap, layout)
 
 
 def _layouts(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
@@ -175,31 +173,16 @@ def _layouts(config: Config, world_size: int) -> Iterator[dict[str, Any]]:
     sizes = [getattr(config.parallel, name) for name in _SIZES]
     most_ranks = world_size // math.prod(sizes)
     most = min(config.model.num_experts or 1, most_ranks)
-    yield from ({_EXPERTS: size} for size in _doubled(config, most))
-    for layout in _cuts(sizes, most_ranks):
-        yield layout
-        yield from ({**layout, _EXPERTS: size} for size in [*_doubled(config, most)][-1:])
-
-
-def _doubled(config: Config, most: int) -> Iterator[int]:
-    """Expert-parallel sizes above the present one."""
-    size = 2 * config.parallel.expert_model_parallel_size
-    while size <= most:
-        yield size
-        size *= 2
-
-
-def _cuts(sizes: Sequence[int], most_ranks: int) -> Iterator[dict[str, Any]]:
-    """Tensor- and pipeline-parallel sizes that are larger by up to `most_ranks`."""
+    doubled = [config.parallel.expert_model_parallel_size << power for power in range(1, 31)]
+    experts = [{_EXPERTS: size} for size in doubled if size <= most]
+    yield from experts
     for together in range(1, most_ranks.bit_length()):
         for power in range(min(together, 3), -1, -1):  # tensor parallel within a host
             factors = (2**power, 2 ** (together - power))
-            yield {
+            layout = {
                 name: size * factor
                 for name, size, factor in zip(_SIZES, sizes, factors, strict=True)
                 if factor > 1
             }
-
-
-def _merged(changes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for change in changes for name, value in change.items()}
+            yield layout
+            yield from (layout | largest for largest in experts[-1:])

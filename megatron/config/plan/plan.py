@@ -32,7 +32,7 @@ from megatron.config.plan.stages import (
     split_layers,
 )
 from megatron.config.plan.zero_partition import Partition, Shared, assignment
-from megatron.config.skip_ranges import SkipRanges
+from megatron.config.skip_ranges import SkipRanges, parse_skips
 from megatron.config.tree import Config
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -250,13 +250,9 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     make_scheme = config.added("init_scheme")
     scheme = make_scheme(config.model) if make_scheme else None
     parameters = parameter_table(config.model, padded, vocab_size, scheme)
-    skips = SkipRanges()
-    if t.train_range_to_skip is not None or t.iterations_to_skip is not None:
-        from megatron.config.skip_flags import parse_skips
-
-        skips = parse_skips(
-            t.train_range_to_skip, train_iters, iterations_to_skip=t.iterations_to_skip
-        ).ranges
+    skips = parse_skips(
+        t.train_range_to_skip, train_iters, iterations_to_skip=t.iterations_to_skip
+    ).ranges
     return Plan(
         world_size=world_size,
         data_parallel_size=data_parallel_size(config, world_size),

@@ -217,7 +217,7 @@ class InternlmLines(LineFormat):
     def start(self) -> None:
         """Where each rank runs, and the sizes of the layout, as InternLM's demos begin."""
         p = self._config.parallel
-        plan = self._plan
+        plan = self.plan
         runtime = self._runtime
         assert runtime is not None
         device = "cpu" if runtime.device.type == "cpu" else runtime.device.index
@@ -246,14 +246,14 @@ class InternlmLines(LineFormat):
         m = self._config.model
         seq_length = m.seq_length
         full = self._config.training.recompute == "full"
-        per_token = flops_per_token(m, self._plan.padded_vocab_size, full)
+        per_token = flops_per_token(m, self.plan.padded_vocab_size, full)
         operations = per_token * r.global_batch_size * seq_length
         failed = "" if r.skipped is None else f"{failed_line(r.iteration - 1, now, process)}\n"
         return failed + internlm_line(
             r,
             self._counts,
             teraflops=self._rate(operations, r.seconds),
-            micro_num=r.global_batch_size // self._plan.batch.divisor,
+            micro_num=r.global_batch_size // self.plan.batch.divisor,
             consumed_tokens=(r.consumed_samples - r.skipped_samples) * seq_length,
             now=now,
             process=process,

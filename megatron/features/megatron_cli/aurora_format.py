@@ -92,7 +92,7 @@ class AuroraLines(LineFormat):
 
     def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
         m = self._config.model
-        vocab = self._plan.padded_vocab_size
+        vocab = self.plan.padded_vocab_size
         tokens = interval.samples * m.seq_length
         full = self._config.training.recompute == "full"
         lm = aurora_lm_flops_per_token(m, vocab) * tokens
@@ -100,9 +100,9 @@ class AuroraLines(LineFormat):
         return aurora_line(
             result,
             interval,
-            train_iters=self._plan.train_iters,
+            train_iters=self.plan.train_iters,
             seq_length=m.seq_length,
-            world_size=self._plan.world_size,
+            world_size=self.plan.world_size,
             lm_teraflops=self._rate(lm, interval.seconds),
             ds_teraflops=self._rate(ds, interval.seconds),
             now=datetime.now(),

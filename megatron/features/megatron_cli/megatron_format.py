@@ -51,4 +51,4 @@ class MegatronLines(LineFormat):
 
     def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
         logged = teraflops if self._config.logging.log_throughput else None
-        return megatron_line(result, interval, self._plan.train_iters, logged)
+        return megatron_line(result, interval, self.plan.train_iters, logged)

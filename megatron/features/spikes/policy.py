@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.filesystem import ForeignCheckpoint
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from megatron.features.spikes.detector import TOGETHER, Finding, SpikeDetector
 
 NAME = "spikes"  # of the state in a checkpoint

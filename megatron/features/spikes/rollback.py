@@ -3,7 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import torch
 
 from megatron import log
-from megatron.checkpoint import store
-from megatron.checkpoint.candidates import Candidate
-from megatron.checkpoint.filesystem import DISK, CheckpointError
+from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
-from megatron.config import history
+from megatron.checkpoint.store import Candidate
+from megatron.config import history, run_directory
+from megatron.config.run_directory import RunDirectory
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
 from megatron.features.spikes.policy import NAME, Rollback
 from megatron.parallel.collectives import gather_objects
@@ -25,7 +24,7 @@ from megatron.training.launch.signals import Refusal
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
-from megatron.training.skipping.skip_plan import record_skip
+from megatron.training.skipping import record_skip
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Snapshot:
 class RollbackBuffer(Hook):
     """What a run can roll back to: the last snapshots in memory, and its own checkpoints."""
 
-    after = ("SavePolicy",)  # on_rollback renames checkpoints once the run has been saved
+    after = ("SavePolicy",)
     before = ("ControlFileRequests", "StepVerification", "GarbageCollection")
 
     def __init__(
@@ -186,51 +185,25 @@ class RollbackBuffer(Hook):
         c = self._run.config.checkpoint
         if c.save:
             yield from (
-                (n, Candidate(c.save, n)) for n in store.iterations(c.save) if n in self._saved
+                (n, Candidate(c.save, n))
+                for n in run_directory.iterations(c.save)
+                if n in self._saved
             )
         if c.load and self._loaded and not (c.finetune or c.no_load_optim):
-            if store.is_checkpoint(Path(c.load)):
+            if run_directory.is_checkpoint(Path(c.load)):
                 yield self._loaded, Candidate(c.load, None)
             else:
-                stored = history.read_all(c.load, store.iterations(c.load))
+                stored = RunDirectory(c.load).histories
                 own = self._run.progress.history
                 for n in history.led_to(own, self._loaded, stored):
                     yield n, Candidate(c.load, n)
 
     def on_rollback(self) -> None:
-        """After the iteration rolled back to has been saved, rename checkpoints beyond it so that
-        no resume loads them."""
-        run = self._run
-        c = self._run.config.checkpoint
+        """Checkpoints beyond the iteration rolled back to are of a branch that was left: no resume
+        goes back to them."""
         now = self._run.progress.iteration
-        beyond = {n for n in self._saved if n > now}
-        if c.save and c.load and Path(c.load) == Path(c.save):
-            beyond |= set(range(now + 1, self._loaded + 1))
-        self._saved -= beyond
+        self._saved = {n for n in self._saved if n <= now}
         self._loaded = min(self._loaded, now)
-        if run.runtime.rank or not c.save:
-            return
-        try:
-            run.services.fence()
-            if store.latest(c.save) != now:
-                return  # it could not be saved, which has been said
-            for n in store.iterations(c.save):
-                if n in beyond:
-                    path = store.iteration_directory(c.save, n)
-                    names = (
-                        path.with_name(f"{path.name}.left-{number}")
-                        for number in itertools.count(1)
-                    )
-                    aside = next(name for name in names if not name.exists())
-                    DISK.rename(path, aside)
-                    log.print_rank_0(
-                        f"  {path} belongs to the iterations that were rolled back: renamed to "
-                        f"{aside.name}"
-                    )
-        except CheckpointError as error:
-            log.print_rank_0(
-                f"WARNING: checkpoints of the iterations that were rolled back remain: {error}"
-            )
 
 
 def _tensors(run: Run) -> list[torch.Tensor]:

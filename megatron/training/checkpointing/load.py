@@ -9,17 +9,21 @@ from pathlib import Path
 import torch
 
 from megatron import log
-from megatron.checkpoint import retention, store
-from megatron.checkpoint.candidates import Candidate, candidates
-from megatron.checkpoint.filesystem import DISK, CheckpointError, ForeignCheckpoint
+from megatron.checkpoint import store
+from megatron.checkpoint.filesystem import (
+    DISK,
+    CheckpointError,
+)
 from megatron.checkpoint.sharded import Reader
 from megatron.checkpoint.state import RunState
-from megatron.checkpoint.store import Checkpoint
+from megatron.checkpoint.store import Candidate, Checkpoint
 from megatron.config import history
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.history import History
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
-from megatron.config.tree import Config
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
@@ -31,16 +35,11 @@ from megatron.training.checkpointing.one_history import (
     others,
     problem,
 )
-from megatron.training.checkpointing.resume_checks import (
-    optimizer_problem,
-    position_problem,
-    vocabulary_problem,
-)
+from megatron.training.checkpointing.resume_checks import contradictions
 from megatron.training.checkpointing.save import (
     layout_of,
     own_tensors,
     ranks_text,
-    snapshot_directory,
 )
 from megatron.training.checkpointing.saved_args import check_architecture, saved_config
 from megatron.training.launch.signals import Refusal
@@ -70,13 +69,9 @@ def load_checkpoint(run: Run) -> str | None:
 def _load(run: Run, c: CheckpointConfig) -> str | None:
     """Load the checkpoint of --load, if there is one."""
     assert c.load is not None
-    world = run.runtime.ctx.world
     with run.timers("load-checkpoint"):
-        listed = gather_objects(_tries(c, c.load) if run.runtime.rank == 0 else None, world)[0]
-        assert listed is not None, "rank 0 has listed them"
-        tries, problems, failure = listed
-        if failure:
-            raise CheckpointError(failure)
+        load, step = c.load, c.ckpt_step
+        tries, problems = run.of_rank_0(lambda: store.candidates(load, step, c.slots_of(load)))
         for text in problems:
             log.print_rank_0(f"WARNING: {text}")
         if c.non_persistent_ckpt_type == "local":
@@ -95,22 +90,17 @@ def _begin_branch(run: Run, c: CheckpointConfig) -> None:
     p = run.progress
     before = p.history.branches[:-1]
     own = History(before) if before and (p.iteration or is_same_directory(c)) else None
-    found: list[Path] = []
-    number = p.history.number
-    if run.runtime.rank == 0:
-        assert c.save is not None
-        found = others(c, own)
-        number = max(number, 1 + last_number(c, c.save))
-    found, number = gather_objects((found, number), run.runtime.ctx.world)[0]
-    if found:
-        raise Refusal(problem(c, str(c.save), c.load, own, [str(path) for path in found]), 2)
-    p.history = replace(p.history, number=number)
+    save = str(c.save)
+    foreign, last = run.of_rank_0(lambda: (others(c, own), last_number(c, save)))
+    if foreign:
+        raise Refusal(problem(c, save, c.load, own, [str(path) for path in foreign]), 2)
+    p.history = replace(p.history, number=max(p.history.number, last + 1))
 
 
 def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
     """Remove what an earlier job left in the directory, so that it can no longer complete a
     save."""
-    for root in (Path(save), *retention.slots(snapshot_directory(c, save))):
+    for root in (Path(save), *c.slots_of(save)):
         try:
             store.clear_leftovers(root)
         except CheckpointError as error:
@@ -118,17 +108,6 @@ def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
     newest = Path(save, LOCAL_COPIES)
     if c.non_persistent_ckpt_type != "local" and newest.exists():
         DISK.remove(newest)
-
-
-def _tries(c: CheckpointConfig, load: str) -> tuple[list[Candidate], list[str], str | None]:
-    """(Checkpoints to try in order, problems with trackers, why none can be tried.)"""
-    try:
-        return (
-            *candidates(load, c.ckpt_step, retention.slots(snapshot_directory(c, load))),
-            None,
-        )
-    except CheckpointError as error:
-        return [], [], str(error)
 
 
 def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> str:
@@ -143,7 +122,7 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
             log.detail(
                 f" loading checkpoint from {candidate.path} at iteration {checkpoint.iteration}"
             )
-            saved = _take_tensors(run, checkpoint, c)
+            _take_tensors(run, checkpoint, c)
         except CheckpointError as error:
             failure = error
         answers = gather_objects(
@@ -183,7 +162,7 @@ def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
             f"that of iteration {tries[0].step}, which is damaged; training resumes from iteration "
             f"{checkpoint.iteration}"
         )
-    _take_state(run, checkpoint, saved, c)
+    _take_state(run, checkpoint, c)
     log.detail(
         f"  successfully loaded checkpoint from {candidate.path} at iteration "
         f"{checkpoint.iteration}"
@@ -226,22 +205,14 @@ def _with_optimizer(c: CheckpointConfig, checkpoint: Checkpoint) -> bool:
     return not (c.finetune or c.no_load_optim or imported)
 
 
-def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Config:
-    """Check that the checkpoint is of this model and copy its tensors, all checksums verified;
-    returns the flags it was saved with."""
+def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None:
+    """Check that the checkpoint is of this model and copy its tensors, all checksums verified."""
     config = run.config
     state = checkpoint.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(checkpoint, type(config), bool(run.plan.own_model))
     check_architecture(saved, config, strict=not c.finetune)
     assert c.load is not None
-    wrong = (
-        None
-        if c.finetune
-        else vocabulary_problem(c.load, state.data.get("tokenizer") or {}, run.tokenizer)
-    )
-    if wrong:
-        raise ValueError(wrong)
     o = config.optimizer
     stateless = o.optimizer == "sgd" and not o.sgd_momentum
     if _with_optimizer(c, checkpoint) and not (_has_optimizer(checkpoint) or stateless):
@@ -250,16 +221,15 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> Conf
             "--no-load-optim to continue with a new one, or --finetune to start a new run from "
             "its weights [checkpoint-without-optimizer]"
         )
-    if _with_optimizer(c, checkpoint):
-        wrong = optimizer_problem(c.load, state.optimizer.get("optimizer"), saved, config)
-        if wrong:
+    if not c.finetune:
+        goes_on = _with_optimizer(c, checkpoint)
+        for wrong in contradictions(config, run.plan, c, saved, state, run.tokenizer, goes_on):
             raise ValueError(wrong)
     with checkpoint.reader() as reader:
         _read_tensors(run, reader, _with_optimizer(c, checkpoint))
-    return saved
 
 
-def _take_state(run: Run, checkpoint: Checkpoint, saved: Config, c: CheckpointConfig) -> None:
+def _take_state(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None:
     """Restore counters, schedule and data order of the checkpoint whose tensors were copied."""
     state = checkpoint.state
     try:
@@ -274,10 +244,6 @@ def _take_state(run: Run, checkpoint: Checkpoint, saved: Config, c: CheckpointCo
             f"({type(error).__name__} {error}); use another checkpoint, or --finetune "
             "[checkpoint-damaged]"
         ) from None
-    p = run.progress
-    wrong = position_problem(run.config, run.plan, saved, p.iteration, p.consumed_train_samples)
-    if wrong and not c.finetune:
-        raise ValueError(wrong)
     if not c.finetune and (warning := other_hardware(run.config, run.runtime.device, state)):
         log.print_rank_0(f"WARNING: {warning}")
     now = layout_of(run.runtime)
@@ -300,9 +266,11 @@ def restore_counters(
         p.consumed_train_samples = state.consumed_train_samples
         p.consumed_valid_samples = state.consumed_valid_samples
         p.skipped_train_samples = state.skipped_train_samples
-        run.progress.skip_history.take(state.skipped_ranges(), state.iteration)
-        run.progress.data_order = state.data.get("order", {})
-        run.progress.features = state.features
+        p.saved_skips = state.skips
+        p.skipped = state.skipped_ranges()
+        p.skipped_iterations = sum(last - first + 1 for first, last in p.skipped)
+        p.data_order = state.data.get("order", {})
+        p.features = state.features
         branch = History.parse(state.history).branch()
         p.history = replace(branch, number=max(branch.number, p.history.number + 1))
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from megatron import launcher, log
 from megatron.checkpoint import file_transfer, local_copies, store
-from megatron.checkpoint.candidates import Candidate
 from megatron.checkpoint.file_transfer import Route
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.local_copies import LocalSave, part_folder
 from megatron.checkpoint.sharded import TensorSlice
+from megatron.checkpoint.store import Candidate
+from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import broadcast_object, gather_objects
 from megatron.training.checkpointing.one_history import is_same_directory
@@ -305,7 +306,7 @@ def with_local_copies(run: Run, tries: list[Candidate], c: CheckpointConfig) -> 
     """`tries`, and the newest save in local copies of the run in --load, the newest first; all
     ranks call this."""
     assert c.load is not None and c.non_persistent_local_ckpt_dir is not None
-    if c.ckpt_step is not None or c.finetune or store.is_checkpoint(Path(c.load)):
+    if c.ckpt_step is not None or c.finetune or run_directory.is_checkpoint(Path(c.load)):
         return tries
     world = run.runtime.ctx.world
     newest: LocalSave | None = None

@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron import launcher, log
-from megatron.checkpoint.filesystem import DISK, FINAL, MANIFEST, iterations
+from megatron.checkpoint.filesystem import (
+    DISK,
+)
 from megatron.config import command_line, history
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks.paths import TRACKER, newest_with_good_args
 from megatron.config.command_line import CommandLine
 from megatron.config.history import History
+from megatron.config.run_directory import (
+    FINAL,
+    TRACKER,
+    RunDirectory,
+    identified,
+    newest_with_good_args,
+)
 from megatron.config.skip_ranges import FILE_NAME
 
 if TYPE_CHECKING:
@@ -24,34 +32,13 @@ SUFFIX = "other-history"
 LOCAL_COPIES = "local_copies.json"
 
 
-def slots(c: CheckpointConfig, root: str) -> list[str]:
-    """The two run directories with the snapshots of the run directory `root`."""
-    folder = c.snapshot_dir or os.path.join(root, "snapshots")
-    return [os.path.join(folder, slot) for slot in "01"]
-
-
-def newest_of_load(c: CheckpointConfig, load: str) -> Path | None:
-    """The checkpoint that a load tries first, as far as can be seen here: the newest, snapshots
-    among them."""
-    if Path(load, MANIFEST).is_file() or _is_final(Path(load)):
-        return Path(load) if Path(load).is_dir() else None
-    roots = [load, *(slots(c, load) if c.ckpt_step is None else [])]
-    folders = [
-        folder for root in roots if (folder := newest_with_good_args(root, c.ckpt_step)) is not None
-    ]
-    return max(folders, key=lambda folder: int(folder.name[5:]), default=None)
-
-
 def is_same_directory(c: CheckpointConfig) -> bool:
     """Whether --load is the directory of --save, or a checkpoint in it."""
     if c.load is None or c.save is None:
         return False
     load = Path(os.path.realpath(c.load))
-    return os.path.realpath(c.save) in (str(load), str(load.parent) if _is_final(load) else "")
-
-
-def _is_final(path: Path) -> bool:
-    return FINAL.fullmatch(path.name) is not None
+    is_final = FINAL.fullmatch(load.name) is not None
+    return os.path.realpath(c.save) in (str(load), str(load.parent) if is_final else "")
 
 
 def others(c: CheckpointConfig, own: History | None) -> list[Path]:
@@ -62,32 +49,32 @@ def others(c: CheckpointConfig, own: History | None) -> list[Path]:
     snapshots too."""
     assert c.save is not None, "the run saves"
     resumes = own is not None and not c.finetune and is_same_directory(c)
-    found: list[Path] = []
-    for root in (c.save, *slots(c, c.save)):
-        theirs = history.read_all(root, iterations(root))
+    folders: list[Path] = []
+    for path in (Path(c.save), *c.slots_of(c.save)):
+        root = RunDirectory(path)
         if own is None:
-            wrong = [n for n in theirs if n]
+            wrong = [n for n in root.iterations if n]
         elif not resumes:
-            wrong = history.foreign(own, theirs, root)
-        elif root == c.save:
+            wrong = root.foreign(own)
+        elif path == Path(c.save):
             wrong = []
         else:
-            wrong = [n for n, other in theirs.items() if not _is_of_run(own, other)]
-        found += [history.iteration_directory(root, n) for n in wrong]
-    return found
+            wrong = [
+                n
+                for n, other in root.histories.items()
+                # where both are known, they begin alike
+                if other and own.branches and other.branches
+                if own.branches[0][0] != other.branches[0][0]
+            ]
+        folders += map(root.folder, wrong)
+    return folders
 
 
 def last_number(c: CheckpointConfig, save: str) -> int:
     """Of the branch that began last of those in a run directory."""
-    roots = (save, *slots(c, save))
-    known = [one for root in roots for one in history.read_all(root, iterations(root)).values()]
-    return max((one.number for one in known if one), default=0)
-
-
-def _is_of_run(own: History, other: History | None) -> bool:
-    """Do both begin alike, as far as is known?"""
-    known = own.branches and other and other.branches
-    return not other or not known or own.branches[0][0] == other.branches[0][0]
+    roots = map(RunDirectory, (save, *map(str, c.slots_of(save))))
+    known = (own for root in roots for own in root.histories.values())
+    return max((own.number for own in known if own), default=0)
 
 
 def may_rename(c: CheckpointConfig, own: History | None) -> bool:
@@ -118,9 +105,9 @@ def begins_at(line: CommandLine) -> tuple[bool, History | None]:
     c = line.config.checkpoint
     if c.load is None or c.finetune:
         return True, None
-    folder = newest_of_load(c, c.load)
+    folder = newest_with_good_args(c.load, c.ckpt_step, c.slots_of(c.load))
     if folder is not None:
-        own = history.identified(folder)
+        own = identified(folder)
         if own and not own.iteration and not is_same_directory(c):
             return True, None
         return own is not None, own

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+from megatron.checkpoint.state import RunState
 from megatron.config.architecture import Difference
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 
@@ -26,34 +28,40 @@ def architecture_problem(wrong: Sequence[Difference]) -> str | None:
     )
 
 
-def position_problem(
-    config: Config, plan: Plan, saved: Config, iteration: int, consumed: int
-) -> str | None:
-    """The samples consumed must be those that this run's batch sizes give, or batches would overlap
-    or leave gaps."""
-    expected = plan.consumed_samples(iteration)
-    if consumed == expected or config.data.allow_data_order_change:
-        return None
-    return (
-        f"--load: after iteration {iteration} the checkpoint has consumed {consumed} samples, "
-        f"with this run's batch sizes it would be {expected} (--global-batch-size was "
-        f"{saved.training.global_batch_size}, is {config.training.global_batch_size}); give the "
-        "batch sizes of the checkpoint, or --allow-data-order-change to continue from sample "
-        f"{consumed} [consumed-samples-differ]"
-    )
-
-
-def optimizer_problem(load: str, kind: Any, saved: Config, now: Config) -> str | None:
-    """The checkpoint has the state of another optimizer: of `kind` (None: unknown), of a run with
-    the flags `saved`."""
-    before, current = _optimizer(kind, saved), _optimizer(now.optimizer.optimizer, now)
-    if kind is None or before == current:
-        return None
-    return (
-        f"--load {load}: it has the state of {before}, and this run's optimizer is {current}; give "
-        "the flags of the checkpoint, or --no-load-optim to continue with new state "
-        "[optimizer-differs-from-checkpoint]"
-    )
+def contradictions(
+    config: Config,
+    plan: Plan,
+    c: CheckpointConfig,
+    saved: Config,
+    state: RunState,
+    tokenizer: Mapping[str, Any],
+    with_optimizer: bool,
+) -> Iterator[str]:
+    """One line for each thing that keeps a run from going on from a checkpoint of its model, which
+    was saved with the flags `saved`. `tokenizer`: the result of `Tokenizer.identity`, empty where
+    it is not known; samples consumed must be those that this run's batch sizes give, or batches
+    would overlap or leave gaps."""
+    wrong = vocabulary_problem(f"{c.load}", state.data.get("tokenizer") or {}, tokenizer)
+    if wrong and tokenizer:
+        yield wrong
+    kind = state.optimizer.get("optimizer")
+    before, now = _optimizer(kind, saved), _optimizer(config.optimizer.optimizer, config)
+    if with_optimizer and kind is not None and before != now:
+        yield (
+            f"--load {c.load}: it has the state of {before}, and this run's optimizer is {now}; "
+            "give the flags of the checkpoint, or --no-load-optim to continue with new state "
+            "[optimizer-differs-from-checkpoint]"
+        )
+    consumed = state.consumed_train_samples
+    expected = plan.consumed_samples(state.iteration)
+    if consumed != expected and not config.data.allow_data_order_change:
+        yield (
+            f"--load: after iteration {state.iteration} the checkpoint has consumed {consumed} "
+            f"samples, with this run's batch sizes it would be {expected} (--global-batch-size was "
+            f"{saved.training.global_batch_size}, is {config.training.global_batch_size}); give "
+            "the batch sizes of the checkpoint, or --allow-data-order-change to continue from "
+            f"sample {consumed} [consumed-samples-differ]"
+        )
 
 
 def _optimizer(kind: Any, config: Config) -> str:

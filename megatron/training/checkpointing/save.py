@@ -72,7 +72,7 @@ class PendingSave:
     is_snapshot: bool
 
 
-class RunDirectory:
+class SharedDirectory:
     """A save that all ranks write into one run directory."""
 
     def __init__(self, run: Run, directory: str):
@@ -169,7 +169,7 @@ def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave
     return begin_save(
         run,
         constants or constants_of(run),
-        RunDirectory(run, directory),
+        SharedDirectory(run, directory),
         own_slices(run),
         f" checkpoint of iteration {iteration} saved to {directory}"
         if run.config.logging.is_short
@@ -180,25 +180,17 @@ def save_checkpoint(run: Run, constants: Constants | None = None) -> PendingSave
 def save_snapshot(run: Run, constants: Constants) -> PendingSave | None:
     """Like `save_checkpoint`, over the older of the two snapshots (--snapshot-interval)."""
     iteration = run.progress.iteration
-    ctx = run.runtime.ctx
     c = run.config.checkpoint
-    folder = snapshot_directory(c, save_directory(c))
-    slot = None
-    failure = None
-    if run.runtime.rank == 0:
-        try:
-            run.services.fence()
-            slot = str(retention.free_slot(folder, iteration))
-        except CheckpointError as error:
-            failure = str(error), error.errno
-    slot, failure = gather_objects((slot, failure), ctx.world)[0]
-    if failure:
-        raise CheckpointError(*failure)
-    assert slot is not None, "rank 0 has chosen it"
+
+    def choose() -> str:
+        run.services.fence()
+        return str(retention.free_slot(c.slots_of(save_directory(c)), iteration))
+
+    slot = run.of_rank_0(choose)
     return begin_save(
         run,
         constants,
-        RunDirectory(run, slot),
+        SharedDirectory(run, slot),
         own_slices(run),
         f" snapshot of iteration {iteration} saved to {slot}"
         if run.config.logging.is_short
@@ -211,11 +203,6 @@ def save_directory(c: CheckpointConfig) -> str:
     """--save, in a run that saves."""
     assert c.save is not None
     return c.save
-
-
-def snapshot_directory(c: CheckpointConfig, root: str) -> Path:
-    """Where the snapshots of the run directory `root` are."""
-    return Path(c.snapshot_dir or f"{root}/snapshots")
 
 
 def begin_save(
@@ -284,7 +271,6 @@ def _clean_up(run: Run) -> None:
                 log.print_rank_0(
                     f"  removed checkpoints of iterations {', '.join(map(str, removed))}"
                 )
-        retention.drop_beyond(snapshot_directory(c, directory), run.progress.iteration)
     except CheckpointError as error:
         log.print_rank_0(f"WARNING: older checkpoints stay: {error}")
 
@@ -318,8 +304,8 @@ def state_of(run: Run) -> RunState:
             "tokenizer": run.tokenizer,
             **({OWN_MODEL: run.plan.own_model} if run.plan.own_model else {}),
         },
-        skips=progress.skip_history.lines(),
-        skipped=[list(iterations) for iterations in progress.skip_history.executed],
+        skips=[record.line() for record in progress.skip_records],
+        skipped=[list(iterations) for iterations in progress.skipped],
         features=dict(progress.features),
         history=progress.history.dump(progress.iteration),
     )

@@ -74,4 +74,4 @@ def _upload(line: CommandLine, stack: ExitStack) -> None:
     assert c.save is not None, "the run saves"
     snapshots = c.snapshot_dir if c.snapshot_interval else None
     targets = object_store.upload_targets(c.save, line.save_url, snapshots, line.snapshot_url)
-    stack.enter_context(object_store.uploading(targets, c.save))
+    stack.enter_context(object_store.uploading(targets))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
-from megatron.checkpoint.filesystem import ForeignCheckpoint
 from megatron.checkpoint.state import OWN_MODEL, differences
 from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture, saved_flags
 from megatron.config.checks.declared import effective
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem

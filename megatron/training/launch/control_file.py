@@ -16,9 +16,9 @@ NOTHING = "0"
 _REQUEST = re.compile(r"(save|stop|[+-]?\d{1,18})")
 
 
-class ControlFile:
-    """`save` and `stop` mean now; `-N` saves and `N` (or `+N`) stops after iteration N, or at once
-    where N is over."""
+class ControlFileRequests(Hook):
+    """--control-file, on rank 0. `save` and `stop` mean now; `-N` saves and `N` (or `+N`) stops
+    after iteration N, or at once where N is over."""
 
     def __init__(self, path: str):
         """The file is made where it is missing. Raises OSError."""
@@ -26,6 +26,11 @@ class ControlFile:
         self._asked = NOTHING
         if not self._path.exists():
             self._path.write_text(NOTHING + "\n")
+
+    def requests(self, iteration: int) -> Requests | None:
+        """What is requested after `iteration`."""
+        asked = self.request(iteration)
+        return Requests(save_now=asked == SAVE, stop_now=asked == STOP) if asked else None
 
     def request(self, iteration: int) -> str | None:
         """SAVE or STOP where that is requested after `iteration`."""
@@ -52,27 +57,12 @@ class ControlFile:
         except OSError:
             return NOTHING
 
-    def done(self) -> None:
-        """The request was carried out: reset the file, unless it holds another one by now."""
+    def after_iteration(self, iteration: int, requests: Requests) -> None:
+        """If a request was carried out, reset the file, unless it holds another one by now."""
+        if not (requests.save_now or requests.stop_now):
+            return
         try:
             if NOTHING != self._asked == self._read():
                 self._path.write_text(NOTHING + "\n")
         except OSError as error:
             log.warn_once(f"--control-file {self._path} cannot be set back: {error.strerror}")
-
-
-class ControlFileRequests(Hook):
-    """--control-file, on rank 0."""
-
-    def __init__(self, file: ControlFile):
-        self._file = file
-
-    def requests(self, iteration: int) -> Requests | None:
-        requested = self._file.request(iteration)
-        if requested is None:
-            return None
-        return Requests(save_now=requested == SAVE, stop_now=requested == STOP)
-
-    def after_iteration(self, iteration: int, requests: Requests) -> None:
-        if requests.save_now or requests.stop_now:
-            self._file.done()

@@ -148,7 +148,8 @@ def open_store(host: str, port: int, limit: timedelta, startup: float | None = N
     """
     info = launcher.info()
     agent = launcher.agent_has_store()
-    seconds = _answer_limit(info.world_size, limit)
+    # within a minute; many ranks do not load torch at the same time
+    seconds = min(CONNECT_WITHIN + info.world_size / 20, limit.total_seconds())
     if startup:
         seconds = min(seconds, startup)
     if info.rank == 0 and not agent and (reason := listen_problem(port)):
@@ -181,12 +182,6 @@ def open_store(host: str, port: int, limit: timedelta, startup: float | None = N
         ) from None
     store.set_timeout(limit)
     return store
-
-
-def _answer_limit(world_size: int, limit: timedelta) -> float:
-    """Seconds in which rank 0 has to answer: within a minute; many ranks do not load torch at the
-    same time."""
-    return min(CONNECT_WITHIN + world_size / 20, limit.total_seconds())
 
 
 def _store_at(host: str, port: int, serves: bool, seconds: float) -> dist.TCPStore:

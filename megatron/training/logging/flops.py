@@ -15,8 +15,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 
-CONVENTION = "full s^2 attention, backward = 2 x forward, no recompute"
-
 
 class FlopCount(NamedTuple):
     """FORWARD operations for a token: of the layers' matrices and attention, and of the output

@@ -7,8 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from megatron.config.plan.plan import Plan
 from megatron.training.result import IterationResult
 
 
@@ -66,10 +67,11 @@ class Interval:
         return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
 
 
-class LogFormat(Protocol):
+class LogFormat:
     """The lines of one --log-format."""
 
-    ends_with_line: bool  # has the last iteration of a run a line, whatever its number?
+    ends_with_line: bool = False  # has the last iteration of a run a line, whatever its number?
+    plan: Plan  # replaced when the model is built, and when the iterations to skip are known
 
     def start(self) -> None:
         """Print the lines before the first iteration."""
@@ -79,6 +81,7 @@ class LogFormat(Protocol):
 
     def line_due(self, iteration: int) -> bool:
         """Does this iteration have a line? The same on all ranks."""
+        raise NotImplementedError
 
     def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
         """Print the line of an interval that ends with `result`; `teraflops` of a rank, by this
@@ -96,9 +99,11 @@ class LogFormat(Protocol):
         bits: float | None,
     ) -> str:
         """The text of an evaluation; `when` is Megatron's word for when it is, `bits` per byte."""
+        raise NotImplementedError
 
     def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
         """The line of a device's memory, in bytes."""
+        raise NotImplementedError
 
     def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
         """Print the summary; `reason` to stop before the end of training."""

@@ -13,26 +13,21 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
-from megatron.training.logging.iteration import Interval
+from megatron.training.logging.iteration import Interval, LogFormat
 from megatron.training.logging.short_format import hours
 from megatron.training.result import IterationResult
 
 
-class LineFormat:
+class LineFormat(LogFormat):
     """One line for each --log-interval, printed by the last rank; `_text` is that of a format."""
-
-    ends_with_line = False
 
     def __init__(self, config: Config, plan: Plan, runtime: Runtime | None):
         self._config = config
-        self._plan = plan
+        self.plan = plan
         self._runtime = runtime
         self._started = time.perf_counter()
         self._first: int | None = None  # the iteration that this process began at
         self._last = launcher.rank() == launcher.world_size() - 1
-
-    def start(self) -> None:
-        """Nothing."""
 
     def add(self, result: IterationResult) -> None:
         """Remember where this process began."""
@@ -53,16 +48,13 @@ class LineFormat:
             tokens = interval.samples * self._config.model.seq_length
             rate = tokens / interval.seconds if interval.seconds else 0.0
             seconds = time.perf_counter() - self._started
-            total = self._plan.train_iters
+            total = self.plan.train_iters
             assert self._first is not None  # `add` comes before
             progress = progress_line(result.iteration, total, self._first, seconds, rate)
             print(progress, file=sys.stderr, flush=True)
 
     def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
         raise NotImplementedError
-
-    def status(self, iteration: int, seconds: float) -> None:
-        """Nothing: there is no status line."""
 
     def evaluation(
         self,
@@ -80,13 +72,10 @@ class LineFormat:
         """The line of a device's memory."""
         return memory_line(rank, iteration, report)
 
-    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
-        """Nothing: there is no summary."""
-
     def _rate(self, operations: float, seconds: float) -> float:
-        if seconds <= 0 or self._plan.own_model:
+        if seconds <= 0 or self.plan.own_model:
             return 0.0
-        return flops.teraflops_per_rank(operations, seconds, self._plan.world_size)
+        return flops.teraflops_per_rank(operations, seconds, self.plan.world_size)
 
 
 def validation_block(prefix: str, losses: Mapping[str, float], suffix: str = "") -> str:

@@ -11,13 +11,13 @@ from megatron import log
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.training.logging import short_format
-from megatron.training.logging.iteration import Interval
+from megatron.training.logging.iteration import Interval, LogFormat
 from megatron.training.result import IterationResult
 
 REFRESH = 0.2  # seconds between two versions of the status line
 
 
-class ShortLog:
+class ShortLog(LogFormat):
     """Counts trained iterations of this process; prints its lines where `speaks` (on the last
     rank).
 
@@ -35,7 +35,7 @@ class ShortLog:
     ):
         self._clock = clock
         self._config = config
-        self._plan = plan
+        self.plan = plan
         self._speaks = speaks
         self._status = (
             speaks and config.logging.progress != "off" and log.has_status_line(sys.stdout)
@@ -46,9 +46,6 @@ class ShortLog:
         self._started = self._after_first = self._clock()
         self._shown = 0.0
         self._loss_scale: float | None = None  # on the last line
-
-    def start(self) -> None:
-        """Nothing: the preamble was printed before."""
 
     def add(self, result: IterationResult) -> None:
         """Take in an iteration."""
@@ -64,7 +61,7 @@ class ShortLog:
         """Whether this iteration has a line. The first and the last of a process have one too; the
         same on all ranks."""
         t = self._config.training
-        last = iteration == self._plan.train_iters or bool(
+        last = iteration == self.plan.train_iters or bool(
             t.exit_interval and iteration % t.exit_interval == 0
         )
         return not self._lines or last or iteration % self._config.logging.log_interval == 0
@@ -72,8 +69,8 @@ class ShortLog:
     def eta(self, iteration: int) -> float | None:
         """Seconds until the end of training, from the pace since the first iteration of this
         process."""
-        last = self._plan.train_iters
-        remaining = last - iteration - self._plan.skips.count_in(iteration + 1, last)
+        last = self.plan.train_iters
+        remaining = last - iteration - self.plan.skips.count_in(iteration + 1, last)
         if not self._trained:
             return None
         if self._trained == 1:
@@ -91,11 +88,11 @@ class ShortLog:
                 result,
                 interval,
                 self.eta(result.iteration),
-                train_iters=self._plan.train_iters,
+                train_iters=self.plan.train_iters,
                 seq_length=self._config.model.seq_length,
                 teraflops=teraflops if self._config.logging.log_throughput else None,
                 loss_scale=result.loss_scale if scale_changed else None,
-                batch_size=None if self._plan.batch.is_constant else result.global_batch_size,
+                batch_size=None if self.plan.batch.is_constant else result.global_batch_size,
             )
             log.print_line(text)
 
@@ -105,7 +102,7 @@ class ShortLog:
         if self._status and now - self._shown > REFRESH:
             self._shown = now
             text = short_format.status_line(
-                iteration, self._plan.train_iters, seconds, self.eta(iteration)
+                iteration, self.plan.train_iters, seconds, self.eta(iteration)
             )
             sys.stdout.write(f"{log.CLEAR_LINE}{text}")
             sys.stdout.flush()
@@ -134,7 +131,7 @@ class ShortLog:
                 short_format.last_line(
                     reason,
                     iteration,
-                    self._plan.train_iters,
+                    self.plan.train_iters,
                     self._clock() - self._started,
                     self._tokens,
                     rate,

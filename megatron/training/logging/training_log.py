@@ -42,26 +42,23 @@ class TrainingLog:
         self._runtime = runtime
         self._memory_printed = False
         self._latest: IterationResult | None = None
-        self._format = self._log_format()
-
-    def model_is_built(self, plan: Plan) -> None:
-        """From now on count the operations of the model in `plan`, and say so if it is a script's
-        own."""
-        if not plan.own_model:
-            return
-        self._plan = plan
-        self._flops = flops.flops_per_sample(self._config, plan)
-        self._format = self._log_format()
-        log.print_rank_0(
-            f" > model of the script: {plan.own_model}, {plan.num_parameters:,} parameters; "
-            "throughput counts 6 operations for each and token, without attention"
+        make = config.added("log_format")
+        self._format: LogFormat = (
+            make(config, plan, runtime)
+            if make
+            else ShortLog(config, plan, launcher.rank() == launcher.world_size() - 1)
         )
 
-    def _log_format(self) -> LogFormat:
-        make = self._config.added("log_format")
-        if make:
-            return make(self._config, self._plan, self._runtime)
-        return ShortLog(self._config, self._plan, launcher.rank() == launcher.world_size() - 1)
+    def take_plan(self, plan: Plan) -> None:
+        """From now on count what `plan` has: the operations of a script's own model, which is said,
+        the iterations to skip."""
+        if plan.own_model and not self._plan.own_model:
+            self._flops = flops.flops_per_sample(self._config, plan)
+            log.print_rank_0(
+                f" > model of the script: {plan.own_model}, {plan.num_parameters:,} parameters; "
+                "throughput counts 6 operations for each and token, without attention"
+            )
+        self._plan = self._format.plan = plan
 
     @property
     def intervals(self) -> tuple[int, ...]:

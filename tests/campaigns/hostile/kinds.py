@@ -16,8 +16,8 @@ from megatron.analysis.run_reader import read_run
 from megatron.args_file import read_words
 from megatron.arguments import Problems
 from megatron.checkpoint import lock, skip_log, store
-from megatron.checkpoint.candidates import candidates
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.store import candidates
 from megatron.config import command_line
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
@@ -32,7 +32,8 @@ from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.features.registry import RunConfig
-from megatron.training.launch.control_file import ControlFile
+from megatron.training.launch.control_file import ControlFileRequests
+from megatron.training.result import Requests
 from tests.campaigns.hostile import forged, oracles
 from tests.campaigns.hostile.campaign import Kind, run_tool
 from tests.core.checkpoint.saves import Unsynced, save
@@ -390,9 +391,9 @@ def make_control(folder: Path) -> None:
 
 
 def read_control(folder: Path) -> Any:
-    control = ControlFile(str(folder / "control"))
+    control = ControlFileRequests(str(folder / "control"))
     request = control.request(9)
-    control.done()
+    control.after_iteration(9, Requests(save_now=1))
     if request is None:
         raise ValueError("nothing is requested")
     return request

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from megatron.checkpoint import retention, store
-from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.store import Candidate, candidates
+from megatron.config import run_directory
 from tests.core.checkpoint.saves import assert_good, save
 from tests.problems import assert_problem, raises
 
 
-def steps(path, step=None, snapshot_roots=()):
+def steps(path, step=None, snapshots=()):
     """(run directory's name, iteration) of what is tried."""
-    return [
-        (one.path.rpartition("/")[2], one.step) for one in candidates(path, step, snapshot_roots)[0]
-    ]
+    return [(one.path.rpartition("/")[2], one.step) for one in candidates(path, step, snapshots)[0]]
 
 
 def test_from_the_trackers_down(tmp_path):
@@ -43,7 +42,7 @@ def test_a_damaged_or_missing_tracker_names_the_newest(tmp_path):
     assert [one.step for one in found] == [20, 10]
     assert_problem(problem, "checkpoint-tracker-missing", str(tmp_path / store.TRACKER), 20)
     # of a slot it was removed first: the rest is what an interrupted removal left
-    assert candidates(tmp_path / "run", snapshot_roots=[tmp_path]) == ([], [])
+    assert candidates(tmp_path / "run", snapshots=[tmp_path]) == ([], [])
     (tmp_path / store.TRACKER).write_bytes(b"\xb20")
     found, problems = candidates(tmp_path)
     assert [one.step for one in found] == [20, 10] and store.TRACKER in problems[0]
@@ -63,32 +62,34 @@ def test_snapshots_take_their_turn(tmp_path):
     for iteration in (10, 20):
         save(root, iteration)
     for iteration in (15, 18, 23):
-        save(retention.free_slot(folder, iteration), iteration)
-    slots = retention.slots(folder)
+        save(retention.free_slot(run_directory.slots(folder), iteration), iteration)
+    slots = run_directory.slots(folder)
     assert [retention.newest_in(slot) for slot in slots] == [23, 18]
-    assert steps(root, snapshot_roots=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
+    assert steps(root, snapshots=slots) == [("0", 23), ("run", 20), ("1", 18), ("run", 10)]
     assert steps(root, 20, slots) == [("run", 20)]
-    assert steps(tmp_path / "none", snapshot_roots=slots) == [("0", 23), ("1", 18)], (
+    assert steps(tmp_path / "none", snapshots=slots) == [("0", 23), ("1", 18)], (
         "killed before the first checkpoint"
     )
 
 
 def test_a_slot_is_free_when_it_is_older_empty_damaged_or_of_a_line_that_was_left(tmp_path):
-    first, second = retention.slots(tmp_path)
-    assert retention.free_slot(tmp_path, 5) == first
+    first, second = run_directory.slots(tmp_path)
+    assert retention.free_slot(run_directory.slots(tmp_path), 5) == first
     save(first, 5)
-    assert retention.free_slot(tmp_path, 10) == second
+    assert retention.free_slot(run_directory.slots(tmp_path), 10) == second
     save(second, 10)
     assert (
-        retention.free_slot(tmp_path, 15) == first
+        retention.free_slot(run_directory.slots(tmp_path), 15) == first
         and not list(first.iterdir())
         and assert_good(second, 10) == 0
     )
     save(first, 15)
     (first / store.TRACKER).write_text("?")
-    assert retention.free_slot(tmp_path, 20) == first and store.iterations(first) == []
+    assert (
+        retention.free_slot(run_directory.slots(tmp_path), 20) == first
+        and run_directory.iterations(first) == []
+    )
     save(first, 90)
-    assert retention.free_slot(tmp_path, 20) == first, "90 is of an abandoned history"
-    save(first, 90)
-    retention.drop_beyond(tmp_path, 20)
-    assert not list(first.iterdir()) and assert_good(second, 10) == 0
+    assert retention.free_slot(run_directory.slots(tmp_path), 20) == first, (
+        "90 is of an abandoned history"
+    )

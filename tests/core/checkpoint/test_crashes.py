@@ -14,6 +14,7 @@ from megatron.checkpoint import retention, store
 from megatron.checkpoint.filesystem import CheckpointError, Disk
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.config import run_directory
 from tests.core.checkpoint.crash_model import Recorder, Tree, lay_out
 from tests.core.checkpoint.saves import ARGS, Unsynced, assert_good, save, tensors
 
@@ -60,7 +61,7 @@ def many(*iterations: int):
 
 def snapshot(root: Path, disk: Disk) -> None:
     """The slots are the two directories in `root`."""
-    save(retention.free_slot(root, 20, disk), 20, disk, version=1)
+    save(retention.free_slot(run_directory.slots(root), 20, disk), 20, disk, version=1)
 
 
 CASES = {  # what is there before, the save of iteration 20 version 1, the file system
@@ -130,7 +131,7 @@ def check_case(case: str, folder: Path, most: int) -> tuple[int, int, set]:
         latest = store.latest(crashed)
         assert latest in (old, 20), f"the tracker names {latest}"
         found.add((latest, assert_good(crashed, latest) if latest is not None else None))
-        for iteration in store.iterations(crashed):
+        for iteration in run_directory.iterations(crashed):
             # what looks like a checkpoint is one
             assert_good(crashed, iteration, step=iteration)
         save(crashed, 30, Unsynced())  # and a save works there
@@ -165,7 +166,7 @@ def test_every_crash_of_the_longer_ones(case, memory_path):
 
 @pytest.mark.campaign
 def test_a_crash_while_a_snapshot_is_written_leaves_the_other_one(memory_path):
-    slots = retention.slots(memory_path / "run")
+    slots = run_directory.slots(memory_path / "run")
     for slot, iteration in zip(slots, (10, 15), strict=True):
         slot.parent.mkdir(exist_ok=True)
         save(slot, iteration, Unsynced())
@@ -176,7 +177,7 @@ def test_a_crash_while_a_snapshot_is_written_leaves_the_other_one(memory_path):
     for tree in states:
         lay_out(tree, memory_path / "crashed")
         here = {}
-        for slot in retention.slots(memory_path / "crashed"):
+        for slot in run_directory.slots(memory_path / "crashed"):
             with_what = store.latest(slot)
             if with_what is not None:
                 here[with_what] = assert_good(slot, with_what)

@@ -7,9 +7,14 @@ import random
 
 import pytest
 
-from megatron.checkpoint.filesystem import CheckpointError, ForeignCheckpoint
+from megatron.checkpoint.filesystem import (
+    CheckpointError,
+)
 from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
 from megatron.checksums import crc32
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from tests import problems
 
 FILE = "weights_00000.safetensors"

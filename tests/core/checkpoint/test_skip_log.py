@@ -12,7 +12,6 @@ from megatron.checkpoint import skip_log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.skip_log import SkipRecord
 from megatron.checkpoint.state import RunState
-from megatron.training.skipping.history import SkipHistory
 from tests import problems
 
 
@@ -90,23 +89,11 @@ def test_damage_is_one_clear_error(bad):
 
 def test_replacing(tmp_path):
     skip_log.append(tmp_path, [ONE.line()])
-    skip_log.replace(tmp_path, [TWO.line(), ONE.line()])
+    skip_log.write(tmp_path, [TWO.line(), ONE.line()])
     assert (
         skip_log.read(tmp_path) == ([TWO.line(), ONE.line()], "")
         and len(list(Path(tmp_path).iterdir())) == 1
     )
-
-
-def test_the_history():
-    history = SkipHistory([ONE, record("15-16 40-40", "spike")])
-    for first, last in ((10, 12), (13, 20), (30, 30)):
-        history.note(first, last)
-    assert history.executed == [[10, 20], [30, 30]] and history.total == 12
-    assert [history.reason(n) for n in (10, 15, 17, 40, 99)] == [
-        *("user", "spike", "user", "spike", "user")
-    ]
-    history.take(history.executed, 15)
-    assert history.executed == [[10, 15]] and history.total == 6
 
 
 def test_the_past_in_run_states():

@@ -13,9 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import manifest, retention, store
-from megatron.checkpoint.filesystem import CheckpointError, Disk, ForeignCheckpoint
+from megatron.checkpoint.filesystem import (
+    CheckpointError,
+    Disk,
+)
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.config import run_directory
+from megatron.config.run_directory import (
+    ForeignCheckpoint,
+)
 from tests import problems
 from tests.core.checkpoint.saves import (
     ARGS,
@@ -77,7 +84,10 @@ def test_what_a_save_leaves(tmp_path):
     assert_good(tmp_path / "run", 40)
     assert_good(tmp_path / "run", 20, step=20)
     assert_good(tmp_path / "run" / "iter_0000020", 20)
-    assert store.iterations(tmp_path / "run") == [20, 40] and store.latest(tmp_path / "run") == 40
+    assert (
+        run_directory.iterations(tmp_path / "run") == [20, 40]
+        and store.latest(tmp_path / "run") == 40
+    )
 
 
 def test_the_same_state_twice_is_the_same_bytes(tmp_path):
@@ -244,7 +254,7 @@ def test_a_replacement_cut_in_the_middle_is_readable_and_mended(tmp_path):
     assert_good(tmp_path, 20)
     assert_good(tmp_path, 20, step=20)
     save(tmp_path, 40)
-    assert not aside.exists() and store.iterations(tmp_path) == [20, 40]
+    assert not aside.exists() and run_directory.iterations(tmp_path) == [20, 40]
     assert_good(tmp_path, 20, step=20)
 
 
@@ -370,12 +380,12 @@ def test_prune_keeps_the_newest_the_multiples_and_the_trackers(tmp_path):
         save(tmp_path, iteration)
     assert retention.prune(tmp_path, 2, keep_every=50) == [10, 20, 30, 40]
     assert (
-        store.iterations(tmp_path) == [50, 60, 70]
+        run_directory.iterations(tmp_path) == [50, 60, 70]
         and retention.prune(tmp_path, 2, keep_every=50) == []
     )
     # what lies beyond it neither counts nor goes
     (tmp_path / store.TRACKER).write_text("60")
-    assert retention.prune(tmp_path, 1) == [50] and store.iterations(tmp_path) == [60, 70]
+    assert retention.prune(tmp_path, 1) == [50] and run_directory.iterations(tmp_path) == [60, 70]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert_good(tmp_path, 60)
     with pytest.raises(ValueError, match="keep_last 0"):
@@ -392,7 +402,7 @@ def test_a_prune_cut_short_leaves_nothing_that_looks_like_a_checkpoint(tmp_path,
             raise CheckpointError(f"cannot remove {path}")
 
     retention.prune(tmp_path, 1, disk=Half())
-    assert store.iterations(tmp_path) == [20] and "left behind" in capsys.readouterr().out
+    assert run_directory.iterations(tmp_path) == [20] and "left behind" in capsys.readouterr().out
     with problems.raises(CheckpointError, "checkpoint-incomplete"):
         store.load(tmp_path, 10)
     save(tmp_path, 30)

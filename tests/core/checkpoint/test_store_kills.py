@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import retention, store
+from megatron.config import run_directory
 from tests.core.checkpoint.saves import NoExchange, Unsynced, assert_good, save
 from tests.forkrun import run_ranks
 
@@ -133,7 +134,7 @@ def kill_at_random(rank: int, world: int, folder: str, kills: int) -> int:
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         now = store.latest(root) or 0
         assert now >= last
-        for iteration in store.iterations(root)[-3:]:
+        for iteration in run_directory.iterations(root)[-3:]:
             assert_good(root, iteration, step=iteration)
         if now:
             assert_good(root, now)

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from megatron.config.plan.batch_size import build_batch_size_schedule
-from megatron.config.skip_flags import describe, parse_skips
-from megatron.config.skip_ranges import SkipRanges
+from megatron.config.skip_ranges import describe, parse_skips
 from tests.problems import assert_problem, codes_of, raises
 
 
@@ -191,14 +190,6 @@ def test_look_ups_equal_a_plain_set_on_random_ranges():
         for n in plain:
             first, last = skips.containing(n)
             assert first <= n <= last and (first, last) in skips.ranges
-
-
-def test_the_hash_depends_on_the_normalised_ranges_only():
-    one = parse("25", "30", "10", "20")[0]
-    assert one.hash() == parse("10", "15", "16", "20", "25", "30")[0].hash()
-    assert one.hash() != parse("10", "20", "25", "31")[0].hash()
-    assert one.hash() != SkipRanges().hash() == parse_skips(None, 5)[0].hash()
-    assert len(one.hash()) == 64
 
 
 def test_a_hundred_thousand_ranges():

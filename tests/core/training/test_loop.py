@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import store
+from megatron.config import run_directory
 from megatron.training import loop
 from tests.problems import numbers
 from tests.runs import (
@@ -82,10 +83,10 @@ def test_exit_interval(text, tmp_path):
     first = run(text, tmp_path / "run", 9, "--exit-interval", "4", "--save-interval", "3")
     assert [row["iteration"] for row in first.rows] == [1, 2, 3, 4]
     assert first.evaluations == [] and numbers(first.ending) == [4]
-    assert store.iterations(first.save) == [3, 4]
+    assert run_directory.iterations(first.save) == [3, 4]
     second = run(text, tmp_path / "run", 9, "--exit-interval", "4", "--save-interval", "3")
     assert numbers(second.ending) == [8]
-    assert store.iterations(first.save) == [3, 4, 6, 8]
+    assert run_directory.iterations(first.save) == [3, 4, 6, 8]
 
 
 def test_a_checkpoint_is_written_once(text, tmp_path):

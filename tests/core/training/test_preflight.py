@@ -21,6 +21,7 @@ from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
 from megatron.features.registry import RunConfig
 from megatron.training import preflight
+from megatron.training.checkpointing import resume_checks
 from tests.forkrun import ROOT, RanksFailed
 from tests.problems import assert_problem, assert_reported, codes_of, raises
 from tests.runs import SMALL, plot, train, with_flags, write_text
@@ -133,7 +134,7 @@ def test_only_what_was_typed_is_named(folder, capsys, flag, value):
 def test_a_tokenizer_is_named_by_its_files():
     saved = {"class": "GPT2BPETokenizer", "files": ["a/vocab.json"], "sha256": ["1" * 64]}
     other = {**saved, "files": ["b/vocab.json"], "sha256": ["2" * 64]}
-    problem = functools.partial(preflight.vocabulary_problem, "run", saved)
+    problem = functools.partial(resume_checks.vocabulary_problem, "run", saved)
     code = "checkpoint-of-another-tokenizer"
     assert_problem(problem(other), code, "--load run", "a/vocab.json", "b/vocab.json")
     line = problem({**saved, "sha256": ["2" * 64]})

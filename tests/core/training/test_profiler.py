@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.training.profiler import Profiler
+from megatron.training.profiler import Profiling
 from tests.core.model.tiny import tiny_model, tokens
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 
@@ -37,19 +38,19 @@ def traces(folder) -> dict[str, list[str]]:
     return found
 
 
-def run_steps(profiler: Profiler, model: torch.nn.Module, iterations: range) -> None:
+def run_steps(profiler: Profiling, model: torch.nn.Module, iterations: range) -> None:
     for iteration in iterations:
         profiler.before_step(iteration)
         with torch.no_grad():
             ids, labels = tokens()
             model(ids, labels=labels)
-        profiler.after_step(iteration)
-    profiler.close()
+        profiler.after_step(SimpleNamespace(iteration=iteration))
+    profiler.on_end()
 
 
 def test_two_iterations_are_recorded_under_the_names_of_modules(tmp_path):
     model = tiny_model()
-    run_steps(Profiler(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
+    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
     [(name, events)] = traces(tmp_path / "profile").items()
     assert name == "rank0_iterations_3_4.pt.trace.json.gz"
     for module, _ in model.named_modules():
@@ -64,13 +65,13 @@ def test_two_iterations_are_recorded_under_the_names_of_modules(tmp_path):
 )
 def test_other_ranks_record_nothing(flags, rank, tmp_path):
     model = tiny_model()
-    run_steps(Profiler(config_at(tmp_path, **flags), [model], rank, CPU), model, range(1, 7))
+    run_steps(Profiling(config_at(tmp_path, **flags), [model], rank, CPU), model, range(1, 7))
     assert traces(tmp_path) == {}
 
 
 def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
     model = tiny_model()
-    run_steps(Profiler(config_at(tmp_path), [model], 0, CPU), model, range(1, 4))
+    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 4))
     [events] = traces(tmp_path).values()
     assert events.count("decoder.layers.0") == 1
 
@@ -78,7 +79,7 @@ def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     model = tiny_model()
     (tmp_path / "profile").write_text("a file")
-    run_steps(Profiler(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
+    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
     assert "--profile" in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.checkpoint import store
+from megatron.config import run_directory
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
 from megatron.training import weight_check
@@ -77,4 +77,4 @@ def test_a_run_ends_before_it_saves_such_weights(tmp_path):
     words = [*with_flags(SMALL), *NO_DROPOUT, *f"{flags}interval 2".split()]
     with pytest.raises(RanksFailed, match="weights-differ"):
         train(tmp_path, [*words, "--save", str(tmp_path / "save")], world=2, hook=_break_rank_1)
-    assert store.iterations(tmp_path / "save") == [2]
+    assert run_directory.iterations(tmp_path / "save") == [2]

@@ -161,7 +161,6 @@ def rewound_is_restarted(
     for iteration in (30, 40):
         same_tensors(mine.tensors(iteration), other.tensors(iteration))
         states_agree(mine.save, other.save, iteration)
-    assert sorted(path.name for path in mine.save.glob("*left*")) == ["iter_0000030.left-1"]
     return mine
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import run_directory
 from megatron.config.checks import data_paths
-from megatron.config.checks import paths as check_paths
 from megatron.data.blend.blended_dataset import parse_blend
 from megatron.data.blend.splits import parse_split
 from tests.core.config.checks.checked_flags import BASE, checked
@@ -97,15 +97,17 @@ def complete(run: Path, *iterations: int) -> None:
 def test_checkpoints_that_are_there(data: Path):
     complete(data / "run", 10, 20)
     tracker = data / "run" / "latest_checkpointed_iteration.txt"
-    assert check_paths.newest_checkpoint("run") == Path("run/iter_0000020")
+    assert run_directory.newest("run") == Path("run/iter_0000020")
     tracker.write_text("10")
-    assert check_paths.newest_checkpoint("run") == Path("run/iter_0000010")
-    assert check_paths.newest_checkpoint("run", 20) == Path("run/iter_0000020")
-    assert check_paths.newest_checkpoint("run", 11) is None
-    assert check_paths.newest_checkpoint("run/iter_0000010") == Path("run/iter_0000010")
-    for text in ("30", "release", "", "\x00"):
-        tracker.write_text(text)
-        assert check_paths.newest_checkpoint("run") is None
+    assert run_directory.newest("run") == Path("run/iter_0000010")
+    assert run_directory.newest("run", 20) == Path("run/iter_0000020")
+    assert run_directory.newest("run", 11) is None
+    assert run_directory.newest("run/iter_0000010") == Path("run/iter_0000010")
+    tracker.write_text("30")
+    assert run_directory.newest("run") is None
+    for damaged in ("release", "", "\x00"):  # as a load does
+        tracker.write_text(damaged)
+        assert run_directory.newest("run") == Path("run/iter_0000020")
     tracker.write_text("20")
     assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
     [line] = checked("--load run --ckpt-step 11")[0]

@@ -16,6 +16,7 @@ import pytest
 from megatron.checkpoint import filesystem, store
 from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.state import RunState
+from megatron.config import run_directory
 from megatron.training import loop
 from megatron.training.checkpointing import save
 from tests.core.training.checkpointing.saving_runs import run
@@ -94,7 +95,11 @@ def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
     )
     assert "settled at 4" in beside.first_rank_log, beside.first_rank_log
     assert beside.series(*EXACT) == still.series(*EXACT)
-    assert store.iterations(beside.save) == store.iterations(still.save) == [2, 4, 6, 7]
+    assert (
+        run_directory.iterations(beside.save)
+        == run_directory.iterations(still.save)
+        == [2, 4, 6, 7]
+    )
     for iteration in (2, 4, 6, 7):
         mine = files_of(tmp_path, iteration)
         other = files_of(still.folder, iteration)
@@ -114,7 +119,7 @@ def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
 def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
     hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "full")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert store.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
+    assert run_directory.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
     warnings = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
     assert len(warnings) == 1 and os.strerror(errno.ENOSPC) in warnings[0], done.first_rank_log
     assert "iteration 4: " in warnings[0] and "iteration 2; " in warnings[0]
@@ -125,7 +130,7 @@ def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
 def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path, rank):
     hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "kill")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert store.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
+    assert run_directory.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log + (tmp_path / "log.1").read_text()
     assert text.count("(exit code -9)") == 1, text
     pauses = [numbers(line) for line in text.splitlines() if "--async-save: saving synch" in line]
@@ -136,7 +141,7 @@ def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path,
 def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
     hook = functools.partial(hold_the_writer, 1, "write", ".iter_0000007", "kill")
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert store.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
+    assert run_directory.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
     text = done.first_rank_log
     assert text.count("iteration 7: rank 1: ") == 1, text
     assert done.saved == [2, 4, 6, 7], text
@@ -152,7 +157,11 @@ def test_the_last_save_that_a_writer_cannot_make_is_an_error(data, tmp_path):
             "--async-save",
             hook=functools.partial(hold_the_writer, 0, "write", ".iter_0000007", "full"),
         )
-    assert store.latest(tmp_path / "save") == 6 and store.iterations(tmp_path / "save") == [2, 4, 6]
+    assert store.latest(tmp_path / "save") == 6 and run_directory.iterations(tmp_path / "save") == [
+        2,
+        4,
+        6,
+    ]
 
 
 def not_a_number_in_3() -> None:
@@ -221,7 +230,7 @@ def test_an_evaluation_and_skipped_iterations_beside_a_save(data, tmp_path):
     ]
     done = run(tmp_path, data, 2, "--async-save", *more)
     still = run(tmp_path / "still", data, 2, *more)
-    assert done.series(*EXACT) == still.series(*EXACT) and store.iterations(done.save) == [
+    assert done.series(*EXACT) == still.series(*EXACT) and run_directory.iterations(done.save) == [
         2,
         4,
         6,
@@ -266,7 +275,7 @@ def test_a_run_that_is_killed_leaves_no_half_checkpoint_and_no_writer(data, tmp_
     while is_running(pid):
         assert time.monotonic() < deadline, f"the writer {pid} is still there"
         time.sleep(0.02)
-    assert store.iterations(killed.save) == [2] and store.latest(killed.save) == 2
+    assert run_directory.iterations(killed.save) == [2] and store.latest(killed.save) == 2
     again = run(tmp_path, data, 1, "--async-save", "--load", str(tmp_path / "save"))
     assert store.latest(again.save) == 7
     assert sorted(path.name for path in again.save.iterdir() if path.name.startswith(".")) == []

@@ -15,6 +15,7 @@ import torch
 
 from megatron.checkpoint import filesystem, safetensors_file, store
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.config import run_directory
 from megatron.training.checkpointing import load, save
 from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
@@ -169,7 +170,7 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(straight, tmp_path):
     assert [row["iteration"] for row in done.rows] == list(range(1, 9))
     assert done.series(*EXACT) == whole.series(*EXACT)
     same_tensors(done.tensors(), whole.tensors())
-    assert store.iterations(done.save) == [2, 4, 6, 8]
+    assert run_directory.iterations(done.save) == [2, 4, 6, 8]
 
 
 def another_checkpoint_on_rank_1() -> None:

@@ -16,6 +16,7 @@ from megatron.checkpoint import object_store, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
+from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.history import History
 from megatron.training.checkpointing import one_history
@@ -272,7 +273,7 @@ def held(url: str) -> list[int | None]:
     half-written."""
     for _ in range(100):
         try:
-            return [Remote(f"{url}/{slot}").latest() for slot in retention.SLOTS]
+            return [Remote(f"{url}/{slot}").latest() for slot in run_directory.SLOTS]
         except CheckpointError:
             time.sleep(0.02)
     raise AssertionError(f"{url} holds damaged trackers")
@@ -280,7 +281,7 @@ def held(url: str) -> list[int | None]:
 
 def snapshot(folder: Path, iteration: int) -> None:
     """What a run does at --snapshot-interval."""
-    checkpoint(retention.free_slot(folder, iteration), iteration)
+    checkpoint(retention.free_slot(run_directory.slots(folder), iteration), iteration)
 
 
 @pytest.mark.parametrize("save_in_store", [False, True])
@@ -294,7 +295,7 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
     places = object_store.upload_targets(str(save), save_url, str(snapshots), url)
     assert len(places) == 2 + save_in_store
     checkpoint(save, 1)
-    with object_store.uploading(places, str(save)):
+    with object_store.uploading(places):
         for iteration in (2, 4, 6):
             snapshot(snapshots, iteration)
             eventually(lambda iteration=iteration: iteration in held(url))
@@ -304,10 +305,8 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
             f"iter_{iteration:07d}"
         ]
     object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
-    assert [retention.newest_in(slot) for slot in retention.slots(tmp_path / "elsewhere")] == [
-        6,
-        None,
-    ]
+    fetched = run_directory.slots(tmp_path / "elsewhere")
+    assert [retention.newest_in(slot) for slot in fetched] == [6, 4]
     assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
     checkpoint(save, 7)  # newer than both of them
     object_store.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
@@ -385,9 +384,7 @@ def test_snapshots_in_s3(bucket, tmp_path):
     save = tmp_path / "save"
     snapshots = tmp_path / "snapshots"
     checkpoint(save, 1)
-    with object_store.uploading(
-        object_store.upload_targets(str(save), None, str(snapshots), url), str(save)
-    ):
+    with object_store.uploading(object_store.upload_targets(str(save), None, str(snapshots), url)):
         for iteration in (2, 4, 6):
             snapshot(snapshots, iteration)
             eventually(lambda iteration=iteration: iteration in held(url))
@@ -402,37 +399,29 @@ def test_snapshots_in_s3(bucket, tmp_path):
     ]
     object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
     assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
-    Remote(f"{url}/0").keep_only(None)
-    assert held(url) == [None, 4]
     missing = f"s3://{bucket.rpartition('/')[2]}-that-is-not-there/run"
     with (
         pytest.raises(CheckpointError, match="--save s3://"),
-        object_store.uploading(
-            object_store.upload_targets(str(save), missing, None, None), str(save)
-        ),
+        object_store.uploading(object_store.upload_targets(str(save), missing, None, None)),
     ):
         pass
 
 
-def test_a_snapshot_of_a_line_that_was_left_goes_from_the_store_too(files_as_store, tmp_path):
-    """A machine without the snapshots of the first one goes back to iteration 2 and saves 4."""
+def test_a_snapshot_of_a_branch_that_was_left_hides_none_of_this_one(files_as_store, tmp_path):
+    """A machine without the snapshots of the first one goes back to iteration 2, saves 4 and a
+    snapshot of 5; a third one has the store alone."""
     url = f"file://{tmp_path}/store/snap"
     save = tmp_path / "save"
-    snapshots = tmp_path / "snapshots"
-    checkpoint(save, 2)
-    for iteration in (3, 6):
-        checkpoint(tmp_path / "first", iteration)
-        Remote(f"{url}/{iteration // 6}").upload(tmp_path / "first", iteration)
-    with object_store.uploading(
-        object_store.upload_targets(str(save), None, str(snapshots), url), str(save)
-    ):
-        time.sleep(0.3)
-        assert held(url) == [3, 6]  # nothing is removed for being there
-        checkpoint(save, 4)
-        eventually(lambda: held(url) == [3, None])
-        snapshot(snapshots, 5)
-        eventually(lambda: held(url)[0] == 5)
-    assert held(url) == [5, None] and not list((tmp_path / "store/snap/1").glob("iter_*"))
+    left = History().branch()
+    own = History(((left.branches[0][0], 2),), 1).branch()
+    checkpoint(save, 2, left)
+    for slot, iteration, history in ((0, 3, left), (1, 6, left), (0, 5, own)):
+        checkpoint(tmp_path / str(iteration), iteration, history)
+        Remote(f"{url}/{slot}").upload(tmp_path / str(iteration), iteration)
+    checkpoint(save, 4, own)
+    object_store.fetch_snapshot(url, str(tmp_path / "there"), str(save))
+    tries, _ = run_directory.tries(save, None, run_directory.slots(tmp_path / "there"))
+    assert [each.step for each in tries] == [5, 4, 2]
 
 
 def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failure(
@@ -454,7 +443,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
     checkpoint(save, 1)
     snapshot(snapshots, 2)
     refused = "/snap/0"
-    with object_store.uploading(places, str(save)):
+    with object_store.uploading(places):
         pass
     assert (
         "WARNING: --snapshot-dir" in capfd.readouterr().err
@@ -464,7 +453,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
     checkpoint(save, 3)
     with (
         pytest.raises(CheckpointError, match="--save file://"),
-        object_store.uploading(places, str(save)),
+        object_store.uploading(places),
     ):
         pass
 
@@ -477,7 +466,7 @@ def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
     )
     with (
         pytest.raises(CheckpointError, match="--save file://"),
-        object_store.uploading(places, str(tmp_path / "save")),
+        object_store.uploading(places),
     ):
         pass
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from megatron.checkpoint import retention, store
-from megatron.checkpoint.candidates import Candidate, candidates
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
+from megatron.checkpoint.store import Candidate, candidates
+from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.training.checkpointing import load, one_history
 from megatron.training.run import Progress
@@ -50,8 +51,7 @@ def only_the_state(monkeypatch):
     monkeypatch.setattr(load, "_take_tensors", verify)
     monkeypatch.setattr(load, "_with_optimizer", lambda c, checkpoint: True)
     monkeypatch.setattr(load, "layout_of", lambda runtime: LAYOUT)
-    for name in ("position_problem", "other_hardware"):
-        monkeypatch.setattr(load, name, lambda *words: None)
+    monkeypatch.setattr(load, "other_hardware", lambda *words: None)
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Disk:
 
     def loadable(self, name: str) -> dict[Path, Line]:
         """Those of a run directory under the name that a save gave them."""
-        roots = [Path(name), *(Path(name, "snapshots", slot) for slot in retention.SLOTS)]
+        roots = [Path(name), *(Path(name, "snapshots", slot) for slot in run_directory.SLOTS)]
         return {
             path: line
             for path, line in self.saved().items()
@@ -118,6 +118,7 @@ class Disk:
             ),
             timers=_timer,
             progress=Progress(),
+            of_rank_0=lambda action: action(),
             fp8=None,
             plan=None,
             scheduler=SimpleNamespace(load_state_dict=lambda state: None),
@@ -153,11 +154,15 @@ class Disk:
         slices = [TensorSlice.whole("x", torch.tensor(line[-1]))]
         disk = Unsynced()
         folder = root / "snapshots"
-        target = retention.free_slot(folder, iteration, disk) if snapshot else root
+        target = (
+            retention.free_slot(run_directory.slots(folder), iteration, disk) if snapshot else root
+        )
         checkpoint = store.save(target, iteration, slices, state, "", disk=disk)
         (checkpoint / LINE).write_text(json.dumps(line))
-        if not snapshot:
-            retention.drop_beyond(folder, iteration, disk)
+        if old and not snapshot:  # as an earlier program did
+            for slot in run_directory.slots(folder):
+                if (retention.newest_in(slot) or 0) > iteration:
+                    retention.empty(slot, disk)
         self.last[name] = line
 
 
@@ -220,7 +225,7 @@ def test_the_whole_program(tmp_path):
         assert_reported(str(refused.value), "save-holds-checkpoints", ck, other, "iteration 5")
     assert before == {path: path.read_bytes() for path in Path(ck).rglob("*") if path.is_file()}
     done = train(tmp_path, [*words, "--overwrite-newer-checkpoints"])
-    assert store.iterations(ck) == [6, 7] and done.resumes == [5]
+    assert run_directory.iterations(ck) == [6, 7] and done.resumes == [5]
     aside = sorted(path.name for path in Path(ck).glob("*.other-history"))
     assert aside == [f"iter_{n:07d}.other-history" for n in range(1, 9)]
     (Path(ck) / store.TRACKER).unlink()
@@ -263,7 +268,7 @@ def test_all_pairs_of_four_histories(histories, tmp_path, load_from, save_to, re
         disk = histories(tmp_path / f"{step}-{lost}")
         if lost:
             (disk.folder / lost / store.TRACKER).unlink()
-        steps = store.iterations(disk.folder / load_from)
+        steps = run_directory.iterations(disk.folder / load_from)
         number = steps[0] if step else None
         before = disk.saved()
         begins = line_of(store.iteration_directory(disk.folder / load_from, steps[0]))
@@ -324,7 +329,15 @@ def test_a_directory_of_an_earlier_program_goes_on_and_is_known_by_what_continue
     assert disk.run("a", "a", 3, step=4) == old[:2]
     (tmp_path / "a" / store.TRACKER).unlink()
     steps = [each.step for each in candidates(tmp_path / "a")[0]]
-    assert steps == [7, 4, 2] and store.iterations(tmp_path / "a") == [2, 4, 6, 7, 8, 10, 12]
+    assert steps == [7, 4, 2] and run_directory.iterations(tmp_path / "a") == [
+        2,
+        4,
+        6,
+        7,
+        8,
+        10,
+        12,
+    ]
 
 
 def test_a_copied_directory_is_the_same_history_until_both_go_on(histories, tmp_path):
@@ -356,7 +369,7 @@ def test_random_sequences_of_runs(histories, tmp_path, seeds):
                 damaged.add(disk.last[name])
             good = [line for line in there.values() if line not in damaged]
             expected = max((n for n in good if leads(n, disk.last[name])), key=len, default=None)
-            step = choose.choice((None, None, *store.iterations(root)))
+            step = choose.choice((None, None, *run_directory.iterations(root)))
             if expected is None or step and there[Path(name, f"iter_{step:07d}")] in damaged:
                 break
             before = disk.saved()

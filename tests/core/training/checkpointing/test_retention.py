@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import retention, store
+from megatron.config import run_directory
 from megatron.training import loop
-from megatron.training.launch.control_file import ControlFile
+from megatron.training.launch.control_file import ControlFileRequests
+from megatron.training.result import Requests
 from tests.core.training.checkpointing.refusing_disk import FULL, refuse
 from tests.problems import assert_reported, numbers
 from tests.runs import EXACT, SMALL, Finished, same_tensors, train, with_flags
@@ -36,7 +38,7 @@ def run(data: str, folder: Path, *extra: str, world: int = 1, hook=None) -> Fini
 
 
 def slots(folder: Path) -> list[int | None]:
-    return [retention.newest_in(slot) for slot in retention.slots(folder)]
+    return [retention.newest_in(slot) for slot in run_directory.slots(folder)]
 
 
 def removed(done: Finished) -> list[list[str]]:
@@ -47,7 +49,7 @@ def removed(done: Finished) -> list[list[str]]:
 
 def test_keep_last_and_keep_every(data, straight, tmp_path):
     done = run(data, tmp_path, "--save-interval", "1", "--keep-last", "2", "--keep-every", "5")
-    assert store.iterations(done.save) == [5, 10, 11, 12]
+    assert run_directory.iterations(done.save) == [5, 10, 11, 12]
     assert ["9"] in removed(done)
     same_tensors(done.tensors(), straight.tensors())
 
@@ -62,7 +64,7 @@ def test_an_older_one_goes_only_when_a_newer_one_is_on_the_disk(data, tmp_path):
     before = done.first_rank_log.partition(" iterations 2\n")[0]
     assert removed(done) == [["1"], ["2"]] and "WARNING: " in before
     assert done.saved == [1, 2, 4] and " iteration 4 saved" in before
-    assert store.iterations(done.save) == [4]
+    assert run_directory.iterations(done.save) == [4]
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.campaign)])
@@ -72,12 +74,12 @@ def test_a_resume_takes_the_newest_of_snapshots_and_checkpoints(data, straight, 
     save = str(tmp_path / "save")
     argv = with_flags([*BASE, "--data-path", data, "--save", save, "--load", save], *flags)
     train(tmp_path, argv, world, kill_at=8)
-    assert store.iterations(tmp_path / "save") == [4] and sorted(
+    assert run_directory.iterations(tmp_path / "save") == [4] and sorted(
         slots(tmp_path / "save/snapshots")
     ) == [2, 6]
     done = train(tmp_path, argv, world)
     assert done.resumes == [6] and f"({tmp_path}/save/snapshots/" in done.first_rank_log
-    assert store.iterations(done.save) == [4, 8, 12]
+    assert run_directory.iterations(done.save) == [4, 8, 12]
     assert sorted(slots(tmp_path / "save/snapshots")) == [6, 10]
     if world == 1:
         assert done.series(*EXACT) == straight.series(*EXACT)
@@ -92,14 +94,17 @@ def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straigh
     first = run(data, tmp_path, *flags, "--exit-interval", "8", hook=hook)
     [warning] = [line for line in first.first_rank_log.splitlines() if "WARNING" in line]
     assert_reported(warning, "file-operation-failed", "snapshot", "iteration 6:", elsewhere)
-    assert store.iterations(first.save) == [5, 8] and slots(elsewhere) == [3, None]
+    assert run_directory.iterations(first.save) == [5, 8] and slots(elsewhere) == [3, None]
     (tmp_path / "save" / store.TRACKER).write_text("5")
     second = run(data, tmp_path, *flags, "--exit-interval", "11")
-    assert store.iterations(second.save) == [5, 8, 10, 11] and sorted(slots(elsewhere)) == [6, 9]
+    assert run_directory.iterations(second.save) == [5, 8, 10, 11] and sorted(slots(elsewhere)) == [
+        6,
+        9,
+    ]
     for number in (10, 11):
         shutil.rmtree(tmp_path / f"save/iter_{number:07d}")
     (tmp_path / "save" / store.TRACKER).write_text("5")
-    slot = retention.slots(elsewhere)[slots(elsewhere).index(9)]
+    slot = run_directory.slots(elsewhere)[slots(elsewhere).index(9)]
     weights = slot / "iter_0000009/weights_00000.safetensors"
     weights.write_bytes(weights.read_bytes()[:-7])
     done = run(data, tmp_path, *flags)
@@ -151,7 +156,7 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
     if world == 2:
         hook = functools.partial(ask, {4: "-6\n", 8: " +9"}, str(file))
     first = run(data, tmp_path, *flags, world=world, hook=hook)
-    assert store.iterations(first.save) == ([2] if world == 1 else []) + [6, 9]
+    assert run_directory.iterations(first.save) == ([2] if world == 1 else []) + [6, 9]
     assert numbers(first.ending) == [9] and "--control-file" in first.ending
     assert file.read_text() == "0\n" and [row["iteration"] for row in first.rows] == list(
         range(1, 10)
@@ -170,7 +175,7 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
 
 def test_requests_of_a_control_file(tmp_path, capsys):
     path = tmp_path / "control"
-    control = ControlFile(str(path))
+    control = ControlFileRequests(str(path))
     assert path.read_text() == "0\n" and control.request(5) is None
     for text, before, after in [
         ("save", "save", "save"),
@@ -192,10 +197,10 @@ def test_requests_of_a_control_file(tmp_path, capsys):
     path.write_text("save")
     assert control.request(7) == "save"
     path.write_text("9")
-    control.done()
+    control.after_iteration(9, Requests(save_now=1))
     assert path.read_text() == "9", "a request made meanwhile"
     assert control.request(9) == "stop"
-    control.done()
+    control.after_iteration(9, Requests(save_now=1))
     assert path.read_text() == "0\n"
     path.unlink()
     assert control.request(7) is None

@@ -76,7 +76,7 @@ def killed(text: str, folder: Path, hook, *extra: str) -> None:
 
 def refused(text: str, folder: Path, *extra: str, world: int = 1) -> str:
     """What a run says that is refused before model and data are built."""
-    with pytest.raises(RanksFailed, match="Refusal") as failure:
+    with pytest.raises(RanksFailed, match=r"exit codes \[2") as failure:
         watched(text, folder, *extra, world=world, hook=note_set_up)
     assert not (folder / "set-up").exists()
     return str(failure.value)

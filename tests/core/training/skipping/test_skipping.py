@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import skip_log, store
+from megatron.config import run_directory
 from tests.core.training.skipping import skip_runs
 from tests.core.training.skipping.skip_runs import (
     COLUMNS,
@@ -260,6 +261,20 @@ def test_the_same_command_line_on_a_third_resume(text, tmp_path, straight):
     assert len(path.read_text().splitlines()) == 1
 
 
+def test_a_decision_outlives_a_crash_before_the_next_save(text, tmp_path):
+    """It is in the file before training goes on, though no checkpoint has it: the next run, without
+    the flag, skips the range."""
+    folder = tmp_path / "run"
+    words = ("--train-iters", "9", "--save-interval", "2")
+    watched(text, folder, *words, "--exit-interval", "2")
+    hook = functools.partial(skip_runs.kill_after, 3)
+    skip_runs.killed(text, folder, hook, *words, "--train-range-to-skip", "5", "6")
+    state = store.load(folder / "save").state
+    assert (state.iteration, state.skips, state.skipped) == (2, [], [])
+    done = watched(text, folder, *words)
+    assert [row["iteration"] for row in done.rows if row["skipped"]] == [5, 6]
+
+
 @pytest.mark.campaign
 def test_thousands_of_ranges_are_one_record(text, tmp_path):
     """From the flag's file to the resumed run: what they leave out is left out, once."""
@@ -337,7 +352,7 @@ def test_two_ranks_and_evaluations_on_skipped_iterations(text, tmp_path):
         if not a["skipped"]:
             assert b["lm_loss"] == pytest.approx(a["lm_loss"], rel=1e-10)
     assert [n for _, n, _ in two.evaluations[:6]] == [1, 2, 3, 4, 5, 6]
-    assert store.iterations(two.save) == [3, 6]
+    assert run_directory.iterations(two.save) == [3, 6]
     assert two.first_rank_log.count("skipping iterations 2 to 5: 32 samples (1024 tokens)\n") == 1
 
 

@@ -1,0 +1,132 @@
+"""Iterations that are skipped: samples are consumed unread, the schedule advances, nothing else
+changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron import log
+from megatron.checkpoint import skip_log
+from megatron.checkpoint.skip_log import Position, SkipRecord, Skips
+from megatron.config.skip_ranges import SkipRanges
+from megatron.training.hook import Hook
+from megatron.training.launch.signals import Refusal
+from megatron.training.result import IterationResult
+from megatron.training.run import Run
+
+WRONG_FLAGS = 2  # the exit code
+
+
+def resolve_skips(run: Run) -> None:
+    """After checkpoint and data are loaded: skip what flags, `skips.jsonl` and the checkpoint say,
+    the union, and record what is new.
+
+    Raises Refusal on all ranks for ranges that are not possible, CheckpointError for a file that
+    cannot be read or written.
+    """
+    p = run.progress
+    c = run.config.checkpoint
+    if run.config.training.skip_train:
+        return
+    here = Position.of(p.iteration, p.consumed_train_samples, p.skipped)
+    skips = run.of_rank_0(lambda: Skips.read(c, run.plan.skips, here, p.saved_skips))
+    if problems := skips.problems(run.plan):
+        raise Refusal("\nerror: ".join(problems), WRONG_FLAGS)
+    for text in skips.listed():
+        log.print_rank_0(text)
+    p.skip_records = list(skips.records)
+    if new := skips.new():
+        p.skip_records.append(_new_record(run, new, "user", "command line"))
+    _write(run, p.skip_records)
+    run.plan = replace(run.plan, skips=skips.all().cut(run.plan.train_iters))
+
+
+def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> None:
+    """Skip iterations first to last from now on, and record it in `skips.jsonl` and in checkpoints;
+    all ranks call this.
+
+    Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
+    """
+    record = _new_record(run, SkipRanges([(first, last)]), reason, source)
+    _write(run, [record])
+    run.progress.skip_records.append(record)
+    run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
+    log.print_rank_0(
+        f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "
+        f"to {record.s1 - 1}, {record.tokens} tokens"
+    )
+
+
+def _new_record(run: Run, iterations: SkipRanges, reason: str, source: str) -> SkipRecord:
+    """The record of these iterations, as of now; the same on all ranks."""
+    plan = run.plan
+    shift = run.progress.consumed_train_samples - plan.consumed_samples(run.progress.iteration)
+    return SkipRecord(
+        skip_log.spelled(iterations),
+        s0=plan.consumed_samples(iterations.ranges[0][0] - 1) + shift,
+        s1=plan.consumed_samples(iterations.ranges[-1][1]) + shift,
+        tokens=plan.batch.samples_in(iterations) * run.config.model.seq_length,
+        reason=reason,
+        source=source,
+        time=run.of_rank_0(skip_log.now),
+    )
+
+
+def _write(run: Run, records: Iterable[SkipRecord]) -> None:
+    """Have records in `<save>/skips.jsonl` (nothing without --save)."""
+    save = run.config.checkpoint.save
+
+    def append() -> None:
+        if save:
+            before = skip_log.parse(skip_log.read(save)[0], save)
+            lines = [record.line() for record in records if record not in before]
+            if lines:
+                run.services.fence()
+                skip_log.append(save, lines)
+
+    run.of_rank_0(append)
+
+
+class Skipping(Hook):
+    """Advances a run over the iterations that it skips."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._announced = 0  # the last iteration of the range that was announced last
+
+    def skip(self, first: int, last: int, end: int) -> IterationResult:
+        """Advance the run over iterations `first` to `last`, which are in one skipped range that
+        ends at `end`; needs no agreement of the ranks. Each range is announced once."""
+        run = self._run
+        reason = next(
+            (
+                record.reason
+                for record in run.progress.skip_records
+                if record.reason != "user" and record.iterations.is_skipped(first)
+            ),
+            "user",
+        )
+        if end != self._announced:
+            self._announced = end
+            samples = run.plan.consumed_samples(end) - run.plan.consumed_samples(first - 1)
+            why = "" if reason == "user" else f" ({reason})"
+            iterations = f"iteration {first}" if first == end else f"iterations {first} to {end}"
+            log.print_rank_0(
+                f"skipping {iterations}{why}: {samples} samples "
+                f"({samples * run.config.model.seq_length} tokens)"
+            )
+        return run.advance(
+            IterationResult(
+                iteration=last,
+                iterations=last - first + 1,
+                global_batch_size=run.plan.global_batch_size(last),
+                seconds=0.0,
+                skipped="user",
+                reason=reason,
+            )
+        )
+
+    def on_rollback(self) -> None:
+        """Skipped ranges are announced again."""
+        self._announced = 0

@@ -1,1 +1,0 @@
-"""Which iterations a run leaves out, and the record of them."""
