@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron.arguments import arg
 from tools.shared.program import run_program
 
@@ -215,11 +217,7 @@ def measure(options: Options, mup: bool) -> Table:
 
 def slope(widths: Sequence[int], values: Sequence[float]) -> float:
     """The exponent p of the least-squares fit values ~ widths^p."""
-    x = [math.log2(width) for width in widths]
-    y = [math.log2(max(value, 1e-30)) for value in values]
-    centre, level = sum(x) / len(x), sum(y) / len(y)
-    up = sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True))
-    return up / sum((a - centre) ** 2 for a in x)
+    return float(np.polyfit(np.log2(widths), np.log2(np.maximum(values, 1e-30)), 1)[0])
 
 
 def slopes(options: Options, table: Table) -> dict[str, float]:

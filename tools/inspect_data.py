@@ -18,8 +18,6 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
-import contextlib
-import io
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +48,7 @@ from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import FEATURES
 from megatron.problems import printable
-from tools.shared.program import Command, complain, run_command, said
+from tools.shared.program import Command, run_command, said
 from tools.shared.run_data import Reading, open_run
 from tools.shared.run_options import RunOptions
 
@@ -405,24 +403,19 @@ def show(options: ShowOptions) -> int:
         options.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     )
     before, after = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
-    try:
-        tokenizer = tokenizer_from(options)
-        _, files = open_files([options.prefix], tokenizer.identity(), FORMATS)
-        samples = files[0][1]
-        if options.document >= len(samples.lengths):
-            raise ValueError(
-                f"--document {options.document}: {options.prefix} has {len(samples.lengths)} "
-                "documents, numbered from 0 "
-                "[document-not-found]"
-            )
-        last = min(options.document + options.count, len(samples.lengths))
-        documents = [
-            describe_document(samples, number, tokenizer)
-            for number in range(options.document, last)
-        ]
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 1
+    tokenizer = tokenizer_from(options)
+    _, files = open_files([options.prefix], tokenizer.identity(), FORMATS)
+    samples = files[0][1]
+    if options.document >= len(samples.lengths):
+        raise ValueError(
+            f"--document {options.document}: {options.prefix} has {len(samples.lengths)} "
+            "documents, numbered from 0 "
+            "[document-not-found]"
+        )
+    last = min(options.document + options.count, len(samples.lengths))
+    documents = [
+        describe_document(samples, number, tokenizer) for number in range(options.document, last)
+    ]
     if options.json:
         print(json.dumps({"documents": documents}))
         return 0
@@ -455,22 +448,18 @@ def describe_source(sources: DocumentSources, number: int) -> dict[str, Any]:
 
 def source_of(options: SourceOptions) -> int:
     """`source`: input, place and fields of documents, and what the input has there."""
-    try:
-        sources = DocumentSources(options.prefix)
-        if options.id is not None:
-            numbers = sources.with_id(options.id)
-            if not numbers:
-                raise ValueError(
-                    f"--id {printable(options.id)}: no document of {options.prefix} has it "
-                    "[document-not-found]"
-                )
-        else:
-            assert options.document is not None  # `problems` has seen to it
-            numbers = [options.document]
-        documents = [describe_source(sources, number) for number in numbers]
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 1
+    sources = DocumentSources(options.prefix)
+    if options.id is not None:
+        numbers = sources.with_id(options.id)
+        if not numbers:
+            raise ValueError(
+                f"--id {printable(options.id)}: no document of {options.prefix} has it "
+                "[document-not-found]"
+            )
+    else:
+        assert options.document is not None  # `problems` has seen to it
+        numbers = [options.document]
+    documents = [describe_source(sources, number) for number in numbers]
     if options.json:
         print(json.dumps({"documents": documents}))
     else:
@@ -500,11 +489,7 @@ def show_source(document: dict[str, Any]) -> None:
 
 def card(options: CardOptions) -> int:
     """`card`: a Markdown table, or JSON, of documents and tokens by input file or values."""
-    try:
-        shares = data_card(options.prefix, options.by)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 1
+    shares = data_card(options.prefix, options.by)
     keys = options.by or ("input",)
     documents = sum(share.documents for share in shares)
     tokens = sum(share.tokens for share in shares)
@@ -744,23 +729,18 @@ def show_samples(report: dict[str, Any]) -> None:
 def look(options: AtOptions | FindOptions) -> int:
     """`at` and `find`; the exit code."""
     iteration = options.iteration if isinstance(options, AtOptions) else None
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
-            reading = open_run(options.run, options.flags, iteration, options.world_size)
-            report = (
-                describe_iteration(reading, options.iteration, options.data_ledger)
-                if isinstance(options, AtOptions)
-                else find_document(reading, options.document, options.prefix)
-            )
-        if options.json:
-            print(json.dumps(report))
-        else:
-            (show_samples if iteration is None else show_iteration)(report)
-        sys.stdout.flush()
-        return int(not report.get("ledger", {}).get("agrees", True))
-    except (ValueError, OSError) as error:
-        complain(error)
-    return 1
+    reading = open_run(options.run, options.flags, iteration, options.world_size)
+    report = (
+        describe_iteration(reading, options.iteration, options.data_ledger)
+        if isinstance(options, AtOptions)
+        else find_document(reading, options.document, options.prefix)
+    )
+    if options.json:
+        print(json.dumps(report))
+    else:
+        (show_samples if iteration is None else show_iteration)(report)
+    sys.stdout.flush()
+    return int(not report.get("ledger", {}).get("agrees", True))
 
 
 COMMANDS = {

@@ -192,23 +192,19 @@ def layout(prefixes: Sequence[str]) -> Iterator[Span]:
 
 def write_bin(prefixes: Sequence[str], path: str, progress: Progress, threads: int) -> None:
     """The tokens of all sequences, each to its place, by so many threads."""
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        end = 0
-        copying: deque[Future[int]] = deque()  # few: there may be a span for each sequence
-        with ThreadPoolExecutor(threads) as pool:
-            for span in layout(prefixes):
-                end = span.target + span.count
-                copying.append(pool.submit(span.copy, target))
-                if len(copying) > 4 * threads:
-                    progress.shift += copying.popleft().result()
-                    progress.update(0)
-            for copied in copying:
-                progress.shift += copied.result()
-        os.ftruncate(target, end)  # the last bytes may be a hole
-        os.fsync(target)
-    finally:
-        os.close(target)
+    end = 0
+    copying: deque[Future[int]] = deque()  # few: there may be a span for each sequence
+    with open(path, "xb") as target, ThreadPoolExecutor(threads) as pool:
+        for span in layout(prefixes):
+            end = span.target + span.count
+            copying.append(pool.submit(span.copy, target.fileno()))
+            if len(copying) > 4 * threads:
+                progress.shift += copying.popleft().result()
+                progress.update(0)
+        for copied in copying:
+            progress.shift += copied.result()
+        target.truncate(end)  # the last bytes may be a hole
+        os.fsync(target.fileno())
 
 
 def write_idx(prefixes: Sequence[str], path: str, progress: Progress) -> tuple[int, int, int]:

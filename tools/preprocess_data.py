@@ -45,8 +45,7 @@ from megatron.data.preprocess.trial import SECONDS, try_first
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
 from megatron.problems import error_lines
-from megatron.version import version_line
-from tools.shared.program import out_of_range
+from tools.shared.program import answer, out_of_range
 from tools.shared.progress import Progress, clock
 
 TEXT_FILE = re.compile(r"\.txt(\.\w+)?$")
@@ -259,12 +258,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         foreign_flags=lambda: ForeignFlags(explain=_refused),
     )
     parsed = parse(parser, argv)
-    if parsed.help:
-        print(parser.help(parsed.topic), end="")
-        raise SystemExit(0)
-    if parsed.version:
-        print(version_line(parser.prog))
-        raise SystemExit(0)
+    answer(parser, parsed)
     config = config_from(Config, parsed.typed)
     files, problems = input_files(config.read.input)
     if not config.read.input:
@@ -512,7 +506,12 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
         before = sum(work.tokens)
         if not work.finishing:
             blocks = encoded_blocks(
-                job, _limits(config), files, work, stop.held, opened=_say_opened
+                job,
+                _limits(config),
+                files,
+                work,
+                stop.held,
+                opened=functools.partial(print, "Opening", flush=True),
             )
             for number, (block, encoded) in enumerate(blocks):
                 if number == 0:
@@ -582,10 +581,6 @@ def _limits(config: Config) -> Limits:
     workers = config.run.workers or (1 if config.run.cluster else host.cores())
     read = config.read
     return Limits(workers, read.max_bad_records, config.run.record_timeout, read.txt_lines)
-
-
-def _say_opened(file: str) -> None:
-    print("Opening", file, flush=True)
 
 
 def _warn_of_keys(config: Config, having: Sequence[int], documents: int) -> None:

@@ -18,9 +18,10 @@ from megatron import interrupt
 if __name__ == "__main__":
     interrupt.exit_at_once()
 
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -151,19 +152,9 @@ def in_thread(work: Callable[[], None], texts: Texts) -> None:
     """Run `work` on the texts in a thread, which Ctrl-C and the progress line do not wait for;
     raise its error."""
     progress = Progress(texts.size)
-    raised: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=guarded, daemon=True)
-    thread.start()
+    working = ThreadPoolExecutor(1).submit(work)
     try:
-        while thread.is_alive():
-            thread.join(0.1)
+        while wait([working], 0.1).not_done:
             if texts.done:
                 progress.total = 0  # unknown is how long the rest takes
             progress.update(texts.read, "computing the merges" if texts.done else "")
@@ -172,8 +163,7 @@ def in_thread(work: Callable[[], None], texts: Texts) -> None:
         interrupt.end(os.getpid())  # the library's thread would crash in a finalized interpreter
     finally:
         progress.clear()
-    if raised:
-        raise raised[0]
+    working.result()
 
 
 def train(options: Options, texts: Texts) -> Any:
@@ -226,16 +216,13 @@ def contents(options: Options, tokenizer: Any) -> list[str]:
 
 def write(paths: Sequence[Path], texts: Sequence[str]) -> None:
     """Write under other names, then rename: an interrupted run leaves the old files."""
-    paths[0].parent.mkdir(parents=True, exist_ok=True)
-    partial = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
-    try:
-        for path, text in zip(partial, texts, strict=True):
-            path.write_text(text, encoding="utf-8")
-        for path, final in zip(partial, paths, strict=True):
-            os.replace(path, final)
-    finally:
-        for path in partial:
-            path.unlink(missing_ok=True)
+    folder = paths[0].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+        for path, text in zip(paths, texts, strict=True):
+            (Path(scratch) / path.name).write_text(text, encoding="utf-8")
+        for path in paths:
+            os.replace(Path(scratch) / path.name, path)
 
 
 def run(options: Options) -> None:

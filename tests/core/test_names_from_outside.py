@@ -37,10 +37,13 @@ from megatron.features.registry import RunConfig
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 from tests.forkrun import run_ranks
 from tests.problems import code_of
-from tools.convert import megatron_layout, unpickle_worker
+from tests.tools.in_process import use_it
+from tools.convert import megatron_layout
 from tools.convert.deepspeed_files.checkpoint import checkpoint_folder
 from tools.convert.hf_files import INDEX, SIDE_FILES, HFFolder, side_files
 from tools.convert.stores.remote_folder import opened
+from tools.convert.torch_dist_tensor import read_index
+from tools.convert.torch_files import read_file
 from tools.shared.program import said
 
 NAMES = {
@@ -189,9 +192,8 @@ def place_in_metadata(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = name
     (root / ".metadata").write_bytes(pickle.dumps(metadata))
-    answer = unpickle_worker.answer(["index", str(root), str(root / "index.json")])
-    if answer is not None:
-        raise ValueError(answer)
+    use_it(patch)
+    read_index(root)
 
 
 def latest_of_deepspeed(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -345,9 +347,7 @@ def link_of_a_rank(root: Path, outside: Path) -> None:
 
 def linked_shard(root: Path, outside: Path) -> None:
     _linked(root, outside, "a.pt")
-    answer = unpickle_worker.answer(["read", str(root / "a.pt"), str(root / "t"), str(root / "v")])
-    if answer is not None:
-        raise ValueError(answer)
+    read_file(root / "a.pt")
 
 
 def link_in_place_of(name: str, use: Callable[[Path], object]) -> Callable[[Path, Path], object]:

@@ -46,7 +46,7 @@ from tools.convert.deepspeed_files.checkpoint import checkpoint_folder as deepsp
 from tools.convert.hf_files import INDEX, HFFolder, _written, side_files
 from tools.convert.links import ConversionError
 from tools.convert.megatron_layout import TRACKER
-from tools.convert.unpickle_worker import Refused, TorchFile, _opened
+from tools.convert.torch_files import read_file
 
 DEEP = "[" * 200_000 + "]" * 200_000
 
@@ -83,17 +83,17 @@ READERS: dict[str, Callable[[Path], object]] = {
     "data ledger to write": lambda path: Ledger(str(path), 32),
     "index": lambda path: map_file(str(path)),
     "chat template": lambda path: find_template(str(path), None, {}),
-    "PyTorch .pt": lambda path: TorchFile(_opened(path)),
+    "PyTorch .pt": read_file,
     "small file of a checkpoint": run_directory.read_small_file,
 }
 REST = ("data ledger to write", "chat template", "small file of a checkpoint")
-EXPECTED = (ValueError, OSError, Problems, ConversionError, Refused, CheckpointError)
+EXPECTED = (ValueError, OSError, Problems, ConversionError, CheckpointError)
 
 
 def wanted(name: str, path: Path) -> bool:
     """An index may have any size, a ledger is read in part, and one to write is made."""
     return not (
-        (path.name == "huge" and name in ("index", "data ledger", "PyTorch .pt"))
+        (path.name == "huge" and name in ("index", "data ledger"))
         or (path.name == "missing" and name == "data ledger to write")
     )
 

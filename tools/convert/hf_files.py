@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,17 @@ import torch
 
 from megatron.checkpoint.filesystem import DISK
 from megatron.checkpoint.object_store import Remote
-from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsFile, write_file
+from megatron.checkpoint.safetensors_file import (
+    DTYPES,
+    Entry,
+    SafetensorsFile,
+    row_major,
+    write_file,
+)
 from megatron.config.checkpoint import is_url
 from megatron.small_files import path_inside, read_bytes, safe_name
 from tools.convert.config_keys import read_json
-from tools.convert.links import ConversionError, Header, Shape
+from tools.convert.links import ConversionError, Header
 from tools.convert.stores.kept_shards import KeptShards
 from tools.convert.stores.remote_folder import RemoteFolder, opened
 from tools.shared.progress import Progress, counted
@@ -45,11 +52,12 @@ SIDE_FILES = (
 _WANTED = (CONFIG, INDEX, *SIDE_FILES)
 
 
-class HFFolder:
+class HFFolder(ExitStack):
     """An open folder of weights: headers by tensor name, and the tensors, read one at a time. A
     context manager."""
 
     def __init__(self, source: Path | str | RemoteFolder):
+        super().__init__()
         self._remote = source if isinstance(source, RemoteFolder) else None
         # config.json and the other small files are there
         self.path = source.path if isinstance(source, RemoteFolder) else Path(source)
@@ -87,8 +95,11 @@ class HFFolder:
         else:
             raise ConversionError(self._no_weights())
         for name in names:
-            open_shard = self._remote.open if self._remote else self._open_file
-            self._files[name] = open_shard(name)
+            self._files[name] = self.enter_context(
+                self._remote.open(name)
+                if self._remote
+                else SafetensorsFile(path_inside(self.path, name))
+            )
             for key in self._files[name].locations:
                 if key in self._file_of:
                     raise ConversionError(
@@ -105,9 +116,6 @@ class HFFolder:
                 f"{index}: says otherwise than the shards do about {', '.join(wrong[:5])}"
                 + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
             )
-
-    def _open_file(self, name: str) -> SafetensorsFile:
-        return SafetensorsFile(path_inside(self.path, name))
 
     def _names(self) -> list[str]:
         """Names of its files, those of weights too."""
@@ -139,47 +147,19 @@ class HFFolder:
         """Number format and shape of every tensor."""
         return {
             key: (DTYPES[location.dtype], location.shape)
-            for key, location in (
-                (key, self._files[name].locations[key]) for key, name in self._file_of.items()
-            )
+            for file in self._files.values()
+            for key, location in file.locations.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
         return self._files[self._file_of[name]].read(name)
 
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            file.close()
 
-    def __enter__(self) -> HFFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True)
-class PendingTensor:
-    """A tensor to write: its name, format and shape, and a function that makes it when it is
-    written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: Shape
-    make: Callable[[], torch.Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """Length of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-def shards_of(tensors: Sequence[PendingTensor], limit: int) -> list[list[PendingTensor]]:
+def shards_of(tensors: Sequence[Entry], limit: int) -> list[list[Entry]]:
     """The tensors in their order, cut into shards of at most `limit` bytes (a larger tensor has one
     of its own)."""
-    shards: list[list[PendingTensor]] = [[]]
+    shards: list[list[Entry]] = [[]]
     filled = 0
     for tensor in tensors:
         if shards[-1] and filled + tensor.bytes > limit:
@@ -233,7 +213,7 @@ def new_target(target: Path | Remote) -> None:
 def write_folder(
     target: Path | Remote,
     config: dict[str, Any],
-    tensors: Sequence[PendingTensor],
+    tensors: Sequence[Entry],
     files: Mapping[str, Path | bytes],
     limit: int,
     source: str,
@@ -268,12 +248,10 @@ def write_folder(
     return names
 
 
-def _purpose(
-    source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[PendingTensor]]
-) -> str:
+def _purpose(source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[Entry]]) -> str:
     """What decides every byte of the shards."""
     table = {
-        name: [(tensor.name, str(tensor.dtype), list(tensor.shape)) for tensor in shard]
+        name: [(tensor.key, str(tensor.dtype), list(tensor.shape)) for tensor in shard]
         for name, shard in plan.items()
     }
     digest = hashlib.sha256(json.dumps([source, config, table], sort_keys=True).encode())
@@ -301,7 +279,7 @@ def _check_strays(target: Remote, names: Sequence[str]) -> None:
 def _written(
     folder: Path,
     config: dict[str, Any],
-    plan: Mapping[str, Sequence[PendingTensor]],
+    plan: Mapping[str, Sequence[Entry]],
     files: Mapping[str, Path | bytes],
     kept_shards: KeptShards | None = None,
 ) -> Iterator[Path]:
@@ -315,12 +293,7 @@ def _written(
         written = write_file(
             folder / name,
             [
-                Entry(
-                    tensor.name,
-                    tensor.dtype,
-                    tensor.shape,
-                    counted(tensor.make, tensor.bytes, progress),
-                )
+                replace(tensor, data=counted(partial(row_major, tensor), tensor.bytes, progress))
                 for tensor in shard
             ],
         )
@@ -332,7 +305,7 @@ def _written(
         DISK.write_file(folder / name, file if isinstance(file, bytes) else read_bytes(file))
         yield folder / name
     if len(plan) > 1:
-        weight_map = {tensor.name: name for name, shard in plan.items() for tensor in shard}
+        weight_map = {tensor.key: name for name, shard in plan.items() for tensor in shard}
         total = sum(tensor.bytes for shard in plan.values() for tensor in shard)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         yield folder / INDEX

@@ -4,6 +4,7 @@ memory at a time."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.object_store import Remote
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import template_for
@@ -23,7 +25,6 @@ from tools.convert.family_table import Family
 from tools.convert.hf_files import (
     CONFIG,
     HFFolder,
-    PendingTensor,
     new_folder,
     new_target,
     side_files,
@@ -39,7 +40,7 @@ MOST_POSITIONS = 1 << 25
 _ROUNDINGS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class HFModel:
+class HFModel(ExitStack):
     """An open Hugging Face model: its family, architecture, and links to our names, checked. A
     context manager."""
 
@@ -49,7 +50,8 @@ class HFModel:
         ignored: tuple[str, ...] = (),
         max_positions: int | None = None,
     ):
-        self.folder = HFFolder(path)
+        super().__init__()
+        self.folder = self.enter_context(HFFolder(path))
         try:
             keys = Keys(self.folder.config, self.folder.path / CONFIG, ignored)
             self.family, self.model, self.rows = read_config(keys, max_positions)
@@ -71,7 +73,7 @@ class HFModel:
                 self.family.buffers,
             )
         except BaseException:
-            self.folder.close()
+            self.close()
             raise
 
     def _check_sizes(self) -> None:
@@ -142,60 +144,31 @@ class HFModel:
         """One of its tensors by its full name."""
         return self.folder.read(name.removeprefix(self.family.optional) if self.short else name)
 
-    def incoming(self) -> list[PendingTensor]:
+    def incoming(self) -> list[Entry]:
         """Our tensors, made of its."""
         return [
-            PendingTensor(
+            Entry(
                 link.native_name,
                 self.headers[link.foreign_names[0]][0],
                 link.shape,
-                _Joined(self, link),
+                partial(self._joined, link),
             )
             for link in self.links
         ]
 
-    def outgoing(self) -> list[PendingTensor]:
+    def outgoing(self) -> list[Entry]:
         """Its own tensors under their full names, without buffers and copies."""
         return [
-            PendingTensor(name, *self.headers[name], _Read(self, name))
+            Entry(name, *self.headers[name], partial(self.read, name))
             for link in self.links
             for name in link.foreign_names
         ] + [
-            PendingTensor(name, *self.headers[name], _Read(self, name))
+            Entry(name, *self.headers[name], partial(self.read, name))
             for name in self.constants.keys() & self.headers.keys()
         ]
 
-    def close(self) -> None:
-        """Close all files."""
-        self.folder.close()
-
-    def __enter__(self) -> HFModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """Makes one of our tensors."""
-
-    source: HFModel
-    link: Link
-
-    def __call__(self) -> torch.Tensor:
-        return self.link.join([self.source.read(name) for name in self.link.foreign_names])
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Reads one tensor."""
-
-    source: HFModel
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.source.read(self.name)
+    def _joined(self, link: Link) -> torch.Tensor:
+        return link.join([self.read(name) for name in link.foreign_names])
 
 
 def hf_import(
@@ -241,7 +214,7 @@ class AsHF:
     them."""
 
     config: dict[str, Any]
-    tensors: list[PendingTensor]
+    tensors: list[Entry]
     files: Mapping[str, Path | bytes]
 
 
@@ -258,7 +231,7 @@ def as_hf(
     tensors = native.outgoing(links_of(native.model, rows, family.names), rows)
     dtype = tensors[0].dtype
     tensors += [
-        PendingTensor(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
+        Entry(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
         for name, value in family.constant_names(native.model).items()
     ]
     config = config_for(family, native.model, rows, base)

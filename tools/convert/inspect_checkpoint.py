@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry, row_major
 from megatron.config.model import ModelConfig
-from tools.convert.hf_files import HFFolder, PendingTensor
+from tools.convert.hf_files import HFFolder
 from tools.convert.huggingface import HFModel, as_hf
 from tools.convert.links import ConversionError, is_vocabulary
 from tools.convert.native import NativeCheckpoint
@@ -118,7 +120,7 @@ def diff(
         return _compare(_all_of(first, weights_only), _all_of(second, weights_only))
 
 
-def _all_of(native: NativeCheckpoint, weights_only: bool) -> list[PendingTensor]:
+def _all_of(native: NativeCheckpoint, weights_only: bool) -> list[Entry]:
     """Every tensor of a checkpoint of ours (or its weights), vocabularies without padding rows."""
     rows = native.vocab_size()
     tensors = []
@@ -127,25 +129,13 @@ def _all_of(native: NativeCheckpoint, weights_only: bool) -> list[PendingTensor]
         plain = name.split(".", 2)[2] if name.startswith("optimizer.") else name
         shape = (rows, *shape[1:]) if is_vocabulary(plain) else shape
         tensors.append(
-            PendingTensor(name, native.reader.dtype(name), shape, _Read(native, name, shape))
+            Entry(name, native.reader.dtype(name), shape, partial(native.read, name, shape))
         )
     return tensors
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Reads the first rows of one of our tensors."""
-
-    native: NativeCheckpoint
-    name: str
-    shape: tuple[int, ...]
-
-    def __call__(self) -> torch.Tensor:
-        return self.native.read(self.name, self.shape)
-
-
-def _compare(a: Sequence[PendingTensor], b: Sequence[PendingTensor]) -> tuple[str, bool]:
-    first, second = ({tensor.name: tensor for tensor in side} for side in (a, b))
+def _compare(a: Sequence[Entry], b: Sequence[Entry]) -> tuple[str, bool]:
+    first, second = ({tensor.key: tensor for tensor in side} for side in (a, b))
     lines = [f"only in the first: {name}" for name in first if name not in second]
     lines += [f"only in the second: {name}" for name in second if name not in first]
     both = [name for name in first if name in second]
@@ -166,15 +156,15 @@ def _compare(a: Sequence[PendingTensor], b: Sequence[PendingTensor]) -> tuple[st
     return "\n".join(lines), not total
 
 
-def _difference(a: PendingTensor, b: PendingTensor) -> list[str]:
+def _difference(a: Entry, b: Entry) -> list[str]:
     if a.shape != b.shape or a.dtype != b.dtype:
-        return [f"{a.name}: {_format(a.dtype, a.shape)} and {_format(b.dtype, b.shape)}"]
-    x = a.make().contiguous()
-    y = b.make().contiguous()
+        return [f"{a.key}: {_format(a.dtype, a.shape)} and {_format(b.dtype, b.shape)}"]
+    x = row_major(a)
+    y = row_major(b)
     if torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)):
         return []
     unlike = (x != y).sum().item()
     return [
-        f"{a.name}: {unlike:,} of {x.numel():,} values differ, by "
+        f"{a.key}: {unlike:,} of {x.numel():,} values differ, by "
         f"{(x.double() - y.double()).abs().max():.3g} at most"
     ]

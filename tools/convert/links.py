@@ -14,8 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
-from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, parameter_table
+from megatron.config.plan.parameters import (
+    OUTPUT_LAYER,
+    WORD_EMBEDDING,
+    ParameterSpec,
+    parameter_table,
+)
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 SHOWN = 5  # names of a kind that one error shows
@@ -188,6 +194,39 @@ def _named(names: Sequence[str], singular: str, plural: str, source: str) -> str
         f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     )
     return f"{source}: {shown} {singular if len(names) == 1 else plural}"
+
+
+def joined(
+    spec: ParameterSpec, reads: Sequence[Callable[[], torch.Tensor]], alike: bool = False
+) -> torch.Tensor:
+    """A tensor of ours from what each tensor-parallel rank holds of it, in their order; of one that
+    each holds whole, that of the first. `alike`: raise ConversionError unless the others are."""
+    shape = spec.local_shape({"tp": len(reads)})
+    dims = [dim for axis, dim in spec.splits if axis == "tp"]
+    if dims:
+        return torch.cat([read().reshape(shape) for read in reads], dim=dims[0])
+    whole = reads[0]().reshape(shape)
+    for rank, read in enumerate(reads if alike else ()):
+        if not torch.equal(read().reshape(shape), whole):
+            raise ConversionError(
+                f"{spec.name}: tensor ranks 0 and {rank} should hold the same, and do not"
+            )
+    return whole
+
+
+def optimizer_entries(
+    makers: Mapping[str, Mapping[str, Callable[[], torch.Tensor]]],
+    table: Mapping[str, ParameterSpec],
+    weights: Mapping[str, Entry],
+) -> list[Entry]:
+    """The optimizer's tensors of what makes them, by kind and name. Of a weight that is fp32 itself
+    there is no main weight."""
+    return [
+        Entry(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
+        for kind, tensors in makers.items()
+        for name, make in tensors.items()
+        if kind != "fp32_param" or weights[name].dtype != torch.float32
+    ]
 
 
 def is_vocabulary(name: str) -> bool:

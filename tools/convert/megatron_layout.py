@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,32 +29,18 @@ from megatron.config.plan.parameters import (
 from megatron.features.registry import RunConfig
 from megatron.small_files import path_inside, read_text
 from tools.convert import torch_dist
-from tools.convert.hf_files import PendingTensor, new_folder, work_folder
-from tools.convert.links import ConversionError, is_vocabulary
+from tools.convert.hf_files import new_folder, work_folder
+from tools.convert.links import ConversionError, is_vocabulary, joined
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.native import NativeCheckpoint, write_checkpoint
-from tools.convert.torch_dist_export import write_torch_dist
-from tools.convert.torch_files import TorchFile, Unpickler
+from tools.convert.torch_dist_export import Exported, save, write_torch_dist
+from tools.convert.torch_files import StoredPart, TorchFile, read_all
 from tools.shared.progress import Progress, counted
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
 _CHUNK = re.compile(r"model(\d*)\.(.+)")
-_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part of a tensor: the file and its path there."""
-
-    file: TorchFile
-    path: str
-
-    @property
-    def header(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Number format and shape."""
-        return self.file.header(self.path)
 
 
 def checkpoint_folder(source: Path) -> Path:
@@ -115,13 +101,12 @@ class MegatronCheckpoint:
     rank. Its optimizer is not converted."""
 
     kind = "core"
+    layer_name = re.compile(r"(decoder\.layers\.)(\d+)(\..+)")
 
-    def __init__(self, source: Path, unpickler: Unpickler):
+    def __init__(self, source: Path):
         self.source = source
-        ranks = find_ranks(source)
-        self.tp, self.pp = (1 + max(numbers) for numbers in zip(*ranks, strict=True))
-        self.files = unpickler.read_all(ranks, ("model",))
-        first = self.files[0, 0].values
+        files = read_all(find_ranks(source), ("model",))
+        first = files[0, 0].values
         self.args: dict[str, Any] = first["args"] if isinstance(first.get("args"), dict) else {}
         version = first.get("checkpoint_version", 0)
         if not isinstance(version, (int, float)) or version < 2.0:
@@ -129,12 +114,18 @@ class MegatronCheckpoint:
                 f"{self.source}: checkpoint_version {version}: queries, keys and values are in an "
                 "older order; save it again with Megatron-LM of 2021 or later"
             )
-        self.parts: dict[str, list[Part]] = {}
-        self.copies: dict[str, list[Part]] = {}
+        self._open(files)
+        if any("language_model." in path for path in self.files[0, 0].tensors):
+            self.kind = "legacy"
+
+    def _open(self, files: Mapping[tuple[int, int], TorchFile]) -> None:
+        """Note where the tensors in the files of all (tensor, pipeline) ranks are."""
+        self.files = files
+        self.tp, self.pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
+        self.parts: dict[str, list[StoredPart]] = {}
+        self.copies: dict[str, list[StoredPart]] = {}
         for tp in range(self.tp):
             self._sort(tp)
-        if any("language_model." in path for path in self.files[0, 0].headers()):
-            self.kind = "legacy"
 
     @property
     def layout(self) -> str:
@@ -152,8 +143,8 @@ class MegatronCheckpoint:
         self,
         table: Mapping[str, ParameterSpec],
         model: ModelConfig,
-        weights: Sequence[PendingTensor],
-    ) -> list[PendingTensor]:
+        weights: Sequence[Entry],
+    ) -> list[Entry]:
         """None."""
         return []
 
@@ -162,11 +153,9 @@ class MegatronCheckpoint:
         embedding = self.parts.get(WORD_EMBEDDING)
         if not embedding:
             raise ConversionError(f"{self.source}: {WORD_EMBEDDING} is missing")
-        return sum(part.header[1][0] for part in embedding)
+        return sum(part.shape[0] for part in embedding)
 
-    def weights(
-        self, table: Mapping[str, ParameterSpec], model: ModelConfig
-    ) -> list[PendingTensor]:
+    def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Entry]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
         if model.num_experts is not None:
             raise ConversionError(
@@ -176,8 +165,11 @@ class MegatronCheckpoint:
         _check(self, table, model)
         _check_copies(self)
         return [
-            PendingTensor(
-                name, self.parts[name][0].header[0], spec.shape, _Merged(spec, self.parts[name])
+            Entry(
+                name,
+                self.parts[name][0].dtype,
+                spec.shape,
+                partial(joined, spec, [part.read for part in self.parts[name]], alike=True),
             )
             for name, spec in table.items()
         ]
@@ -189,7 +181,7 @@ class MegatronCheckpoint:
         for pp, names in self._chunks(tp):
             layers: set[int] = set()
             for path, name in names:
-                match = _LAYER.fullmatch(name)
+                match = self.layer_name.fullmatch(name)
                 if match:
                     layers.add(int(match[2]))
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
@@ -200,7 +192,7 @@ class MegatronCheckpoint:
                     raise ConversionError(
                         f"{self.source}: {name} is there twice for tensor rank {tp}"
                     )
-                stored.append(Part(self.files[tp, pp], path))
+                stored.append(self.files[tp, pp].tensors[path])
             if layers and layers != set(range(len(layers))):
                 raise ConversionError(
                     f"{self.source}: stage {pp} has the layers {sorted(layers)}, not 0, 1, 2, ..."
@@ -212,7 +204,7 @@ class MegatronCheckpoint:
         the layers: virtual stage by virtual stage, in each rank by rank."""
         chunks: dict[tuple[int, int], list[tuple[str, str]]] = {}
         for pp in range(self.pp):
-            for path in self.files[tp, pp].headers():
+            for path in self.files[tp, pp].tensors:
                 match = _CHUNK.fullmatch(path)
                 name = our_name(match[2]) if match else path
                 if name is not None:
@@ -229,27 +221,6 @@ def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) 
         return tuple(shape)
     lead = 1 if ".mlp.experts." in spec.name else 0  # dims before those of one matrix
     return (*shape[:lead], shape[lead] * shape[lead + 1], *shape[lead + 2 :])
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """Makes one of our tensors of the parts on the tensor ranks."""
-
-    spec: ParameterSpec
-    parts: Sequence[Part]
-
-    def __call__(self) -> torch.Tensor:
-        shape = self.spec.local_shape({"tp": len(self.parts)})
-        shards = [part.file.read(part.path).reshape(shape) for part in self.parts]
-        dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
-        if dims:
-            return torch.cat(shards, dim=dims[0])
-        for rank, shard in enumerate(shards):
-            if not torch.equal(shard, shards[0]):
-                raise ConversionError(
-                    f"{self.spec.name}: tensor ranks 0 and {rank} should hold the same, and do not"
-                )
-        return shards[0]
 
 
 def _check(
@@ -270,12 +241,12 @@ def _check(
         if len(parts) != checkpoint.tp:
             lines.append(f"{source}: {name} is on {len(parts)} of {checkpoint.tp} tensor ranks")
         lines += [
-            f"{part.file.path}: {part.path} has shape {list(part.header[1])}, should be "
+            f"{part.file}: {part.path} has shape {list(part.shape)}, should be "
             f"{list(want)} by its arguments"
             for part in parts
-            if part.header[1] != want
+            if part.shape != want
         ]
-        if len({part.header[0] for part in parts}) > 1:
+        if len({part.dtype for part in parts}) > 1:
             lines.append(f"{source}: {name} has another dtype on each tensor rank")
     if lines:
         raise ConversionError(
@@ -289,9 +260,9 @@ def _check_copies(checkpoint: MegatronCheckpoint) -> None:
         for rank, (copy, part) in enumerate(
             zip(copies, checkpoint.parts.get(name, []), strict=True)
         ):
-            if not torch.equal(copy.file.read(copy.path), part.file.read(part.path)):
+            if not torch.equal(copy.read(), part.read()):
                 raise ConversionError(
-                    f"{copy.file.path}: {copy.path} is not the word embedding of the first stage "
+                    f"{copy.file}: {copy.path} is not the word embedding of the first stage "
                     f"(tensor rank {rank}), although the arguments say they are one"
                 )
 
@@ -305,7 +276,7 @@ def megatron_import(
     vocab_size: int | None = None,
     optimizer: bool = True,
     ignored: Collection[str] = (),
-    kind: Callable[[Path, Unpickler], MegatronCheckpoint] = MegatronCheckpoint,
+    kind: Callable[[Path], MegatronCheckpoint] = MegatronCheckpoint,
 ) -> str:
     """Make a run directory of a Megatron-LM checkpoint, of mp_rank_XX folders (or of the files that
     another `kind` reads) or torch_dist (of that with the `optimizer`). `args_file`: flags that
@@ -313,46 +284,45 @@ def megatron_import(
     ids are plain numbers, `vocab_size` of them. Returns what to say of it."""
     new_folder(target)
     null_tokenizer = {"tokenizer_type": "NullTokenizer"}
-    with work_folder(target, "unpacked") as folder, Unpickler(folder) as unpickler:
-        folder_of_checkpoint = checkpoint_folder(source)
-        sharded = (folder_of_checkpoint / torch_dist.METADATA).is_file()
-        checkpoint = (
-            torch_dist.TorchDistCheckpoint(folder_of_checkpoint, unpickler, optimizer)
-            if sharded
-            else kind(folder_of_checkpoint, unpickler)
-        )
-        typed = (
-            parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{args_file}"])
-            if args_file
-            else {}
-        )
-        flags = flags_from(
-            checkpoint.args,
-            str(checkpoint.source),
-            overrides=typed,
-            ignored=ignored,
-            kind=checkpoint.kind,
-        )
-        checkpoint.args |= typed
-        model = ModelConfig(
-            **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
-        )
-        rows = checkpoint.vocabulary_rows()
-        table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
-        weights = checkpoint.weights(table, model)
-        state = checkpoint.state
-        weights += checkpoint.optimizer(table, model, weights)
-        if not tokenizer or "tokenizer_type" not in flags:
-            flags = null_tokenizer | {"vocab_size": vocab_size or rows}
-        elif flags["tokenizer_type"] == "NullTokenizer":
-            flags = null_tokenizer | {"vocab_size": checkpoint.args.get("vocab_size") or rows}
-        written = write_checkpoint(
-            target, model, weights, rows, "megatron", [], flags=flags, state=state
-        )
-        return (
-            f"{written}: {len(weights)} tensors, tokenizer {flags['tokenizer_type']}, from "
-            f"{checkpoint.layout}"
-        )
+    folder_of_checkpoint = checkpoint_folder(source)
+    sharded = (folder_of_checkpoint / torch_dist.METADATA).is_file()
+    checkpoint = (
+        torch_dist.TorchDistCheckpoint(folder_of_checkpoint, optimizer)
+        if sharded
+        else kind(folder_of_checkpoint)
+    )
+    typed = (
+        parse_typed(build_parser(RunConfig, prog="args", description=""), [f"@{args_file}"])
+        if args_file
+        else {}
+    )
+    flags = flags_from(
+        checkpoint.args,
+        str(checkpoint.source),
+        overrides=typed,
+        ignored=ignored,
+        kind=checkpoint.kind,
+    )
+    checkpoint.args |= typed
+    model = ModelConfig(
+        **{name: flags.pop(name) for name in list(flags) if name in vars(ModelConfig())}
+    )
+    rows = checkpoint.vocabulary_rows()
+    table = {spec.name: spec for spec in parameter_table(model, rows, rows)}
+    weights = checkpoint.weights(table, model)
+    state = checkpoint.state
+    weights += checkpoint.optimizer(table, model, weights)
+    if not tokenizer or "tokenizer_type" not in flags:
+        flags = null_tokenizer | {"vocab_size": vocab_size or rows}
+    elif flags["tokenizer_type"] == "NullTokenizer":
+        flags = null_tokenizer | {"vocab_size": checkpoint.args.get("vocab_size") or rows}
+    written = write_checkpoint(
+        target, model, weights, rows, "megatron", [], flags=flags, state=state
+    )
+    return (
+        f"{written}: {len(weights)} tensors, tokenizer {flags['tokenizer_type']}, from "
+        f"{checkpoint.layout}"
+    )
 
 
 # --- export
@@ -378,63 +348,41 @@ def megatron_export(
     new_folder(target)
     with NativeCheckpoint(source, step) as native:
         table, rows, args = _export_plan(native, tp, pp, sharded, kind)
-        with (
-            work_folder(target, "partial") as partial,
-            Unpickler(partial) as unpickler,
-        ):
-            (partial / "run" / "release").mkdir(parents=True)
+        with work_folder(target, "partial") as work:
+            release = work / "run" / "release"
+            release.mkdir(parents=True)
             total = sum(
                 prod(spec.shape) * native.reader.dtype(spec.name).itemsize for spec in table
             )
             progress = Progress(total)
             if sharded:
-                folder = partial / "run" / "release"
-                _write_sharded(
-                    native, table, args | {"transformer_impl": layers}, folder, unpickler, progress
-                )
+                parts = [_exported(native, spec, progress) for spec in table]
+                args |= {"transformer_impl": layers}
+                write_torch_dist(release, parts, native.model, args)
             for p in range(0 if sharded else pp):
                 numbers = range(
                     p * native.model.num_layers // pp, (p + 1) * native.model.num_layers // pp
                 )
                 stage = stage_table(table, numbers, p == 0, p == pp - 1)
                 for t in range(tp):
-                    folder = (
-                        partial / "run" / "release" / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
-                    )
+                    folder = release / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     folder.mkdir()
-                    entries, paths = _rank(native, stage, numbers.start, t, tp, p, kind)
                     progress.update(
                         total * (p * tp + t) // (pp * tp), f"rank {p * tp + t + 1} of {pp * tp}"
                     )
-                    unpickler.write(
-                        folder / FILE,
-                        entries,
-                        paths,
-                        {"checkpoint_version": 3.0, "iteration": 0},
-                        args,
-                    )
+                    save(_rank(native, stage, numbers.start, t, tp, p, kind), args, folder / FILE)
             progress.clear()
-            (partial / "run" / TRACKER).write_text("release")
-            DISK.rename(partial / "run", target)
+            (work / "run" / TRACKER).write_text("release")
+            DISK.rename(work / "run", target)
     layout = "torch_dist" if sharded else f"{tp} tensor x {pp} pipeline ranks, {kind} model"
     return f"{target}: {len(table)} tensors for {layout}, {rows} rows of the vocabulary"
 
 
-def _write_sharded(
-    native: NativeCheckpoint,
-    table: Sequence[ParameterSpec],
-    args: dict,
-    folder: Path,
-    unpickler: Unpickler,
-    progress: Progress,
-) -> None:
-    parts = []
-    for spec in table:
-        shape = _their_shape(spec, spec.shape, native.model)
-        dtype = native.reader.dtype(spec.name)
-        make = _Slice(native, spec, 0, 1, shape)
-        parts.append((spec, dtype, shape, counted(make, prod(shape) * dtype.itemsize, progress)))
-    write_torch_dist(folder, parts, native.model, args, unpickler)
+def _exported(native: NativeCheckpoint, spec: ParameterSpec, progress: Progress) -> Exported:
+    shape = _their_shape(spec, spec.shape, native.model)
+    dtype = native.reader.dtype(spec.name)
+    make = partial(_slice, native, spec, 0, 1, shape)
+    return spec, dtype, shape, counted(make, prod(shape) * dtype.itemsize, progress)
 
 
 def _export_plan(
@@ -486,10 +434,9 @@ def _rank(
     tp: int,
     p: int,
     kind: str,
-) -> tuple[list[Entry], dict[str, tuple[str, ...]]]:
-    """(tensors to write, the path of each) of one rank."""
-    entries = []
-    paths = {}
+) -> dict[str, Any]:
+    """The tensors of one rank as Megatron nests them."""
+    root: dict[str, Any] = {}
     tied_copy = p > 0 and any(spec.name == WORD_EMBEDDING for spec in stage)
     for spec in stage:
         name = spec.name
@@ -500,40 +447,28 @@ def _rank(
             name = TIED_COPY if kind == "legacy" else OUTPUT_LAYER
         path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
         shape = _their_shape(spec, spec.local_shape({"tp": tp}), native.model)
-        paths[name] = path
-        entries.append(
-            Entry(name, native.reader.dtype(spec.name), shape, _Slice(native, spec, t, tp, shape))
-        )
-    return entries, paths
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = _slice(native, spec, t, tp, shape)
+    return root
 
 
-@dataclass(frozen=True)
-class _Slice:
-    """Makes a tensor rank's part of one of our tensors, in their shape; rows that we do not hold
-    are 0."""
-
-    native: NativeCheckpoint
-    spec: ParameterSpec
-    rank: int
-    tp: int
-    shape: tuple[int, ...]
-
-    def __call__(self) -> torch.Tensor:
-        box = list(tensor_slices.whole(self.spec.shape))
-        for _, dim in self.spec.splits:
-            width_of_rank = self.spec.shape[dim] // self.tp
-            box[dim] = (self.rank * width_of_rank, (self.rank + 1) * width_of_rank)
-        stored = self.native.reader.shape(self.spec.name)
-        if is_vocabulary(self.spec.name) and stored[0] < self.spec.shape[0]:
-            (start, stop) = box[0]
-            width = box[1]
-            end = max(start, min(stop, stored[0]))
-            padded = torch.zeros(
-                stop - start, width[1], dtype=self.native.reader.dtype(self.spec.name)
-            )
-            if end > start:
-                padded[: end - start] = self.native.reader.read(
-                    self.spec.name, ((start, end), width)
-                )
-            return padded
-        return self.native.reader.read(self.spec.name, tuple(box)).reshape(self.shape)
+def _slice(
+    native: NativeCheckpoint, spec: ParameterSpec, rank: int, tp: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor rank's part of one of our tensors, in their shape; rows that we do not hold are
+    0."""
+    box = list(tensor_slices.whole(spec.shape))
+    for _, dim in spec.splits:
+        width_of_rank = spec.shape[dim] // tp
+        box[dim] = (rank * width_of_rank, (rank + 1) * width_of_rank)
+    rows = native.reader.shape(spec.name)[0]
+    if not is_vocabulary(spec.name) or rows >= spec.shape[0]:
+        return native.reader.read(spec.name, tuple(box)).reshape(shape)
+    padded = torch.zeros(shape, dtype=native.reader.dtype(spec.name))
+    start, stop = box[0]
+    if start < rows:
+        box[0] = (start, min(stop, rows))
+        padded[: box[0][1] - start] = native.reader.read(spec.name, tuple(box))
+    return padded

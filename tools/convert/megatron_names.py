@@ -327,15 +327,16 @@ def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> 
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
                 problems.append(_not_supported(source, name, args))
-        elif not (name in ignored or is_unset(value) or _harmless(name, value)):
+        elif not (
+            name in ignored
+            or is_unset(value)
+            or _foreign_flags().changes_nothing(name, value)
+            or _HARMLESS.fullmatch(name)
+        ):
             unknown[name] = value
     if unknown:
         problems.append(not_known(source, unknown))
     return problems
-
-
-def _harmless(name: str, value: Any) -> bool:
-    return _foreign_flags().changes_nothing(name, value) or _HARMLESS.fullmatch(name) is not None
 
 
 @functools.cache

@@ -7,15 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tools.convert.hf_files import PendingTensor
+from megatron.checkpoint.safetensors_file import Entry
 from tools.convert.native import NativeCheckpoint
 
 NAME = "README.md"
 
 
-def card(
-    native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[PendingTensor]
-) -> bytes:
+def card(native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[Entry]) -> bytes:
     """The content of README.md; `config` and `tensors` are those of the export."""
     family = config["model_type"]
     rows = {

@@ -8,7 +8,9 @@ import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from megatron.arguments import config_from
 from megatron.checkpoint import manifest, store
 from megatron.checkpoint.filesystem import DISK
+from megatron.checkpoint.safetensors_file import Entry, row_major
 from megatron.checkpoint.sharded import Reader, TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import Checkpoint
@@ -41,7 +44,7 @@ from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
 from tools.convert.config_keys import read_json
-from tools.convert.hf_files import CONFIG, PendingTensor, new_folder, side_files, work_folder
+from tools.convert.hf_files import CONFIG, new_folder, side_files, work_folder
 from tools.convert.links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
 from tools.shared.progress import Progress, counted
 
@@ -49,7 +52,7 @@ from tools.shared.progress import Progress, counted
 ORIGIN = "huggingface"
 
 
-class NativeCheckpoint:
+class NativeCheckpoint(ExitStack):
     """An open checkpoint: architecture, and the weights without the vocabulary's padding. A context
     manager."""
 
@@ -60,6 +63,7 @@ class NativeCheckpoint:
         tokenizer: Mapping[str, Any] = MappingProxyType({}),
     ):
         """`tokenizer`: flags of the tokenizer of a model that was trained on ids alone."""
+        super().__init__()
         checkpoint = store.load(path, step)
         if checkpoint is None:
             raise ConversionError(
@@ -74,6 +78,7 @@ class NativeCheckpoint:
             data = with_tokenizer(self.config.data, tokenizer)
             self.config = replace(self.config, data=data)
         self.reader: Reader = checkpoint.reader()
+        self.callback(self.reader.close)
 
     @property
     def model(self) -> ModelConfig:
@@ -159,7 +164,7 @@ class NativeCheckpoint:
         """The first rows of a tensor."""
         return self.reader.read(name, whole(shape))
 
-    def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[PendingTensor]:
+    def outgoing(self, links: Sequence[Link], vocab_size: int) -> list[Entry]:
         """Every tensor of the other side, made of ours when it is written. Raises ConversionError
         where ours are not those of the links."""
         check(
@@ -171,8 +176,8 @@ class NativeCheckpoint:
             str(self.checkpoint.directory),
         )
         return [
-            PendingTensor(
-                name, self.reader.dtype(link.native_name), shape, _LinkTensor(self, link, index)
+            Entry(
+                name, self.reader.dtype(link.native_name), shape, partial(self._split, link, index)
             )
             for link in links
             for index, (name, shape) in enumerate(
@@ -180,37 +185,9 @@ class NativeCheckpoint:
             )
         ]
 
-    def close(self) -> None:
-        """Close all files."""
-        self.reader.close()
-
-    def __enter__(self) -> NativeCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True)
-class _LinkTensor:
-    """Makes one of a link's tensors."""
-
-    native: NativeCheckpoint
-    link: Link
-    index: int
-
-    def __call__(self) -> torch.Tensor:
-        return self.link.split(self.native.read(self.link.native_name, self.link.shape))[
-            self.index
-        ].contiguous()
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """What a checkpoint keeps of its tokenizer, and the number of ids."""
-
-    identity: dict[str, Any]
-    size: int
+    def _split(self, link: Link, index: int) -> torch.Tensor:
+        ours = self.read(link.native_name, link.shape)
+        return link.split(ours)[index].contiguous()
 
 
 def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
@@ -238,7 +215,7 @@ def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
     return flags
 
 
-def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
+def choose_tokenizer(flags: dict[str, Any], rows: int) -> Tokenizer:
     """The tokenizer that `flags` make, which is built once to know its size. Raises ConversionError
     where it cannot be, or has more ids than the `rows` of the embedding."""
     names = {flag.name for flag in fields(TokenizerConfig)}
@@ -255,7 +232,7 @@ def choose_tokenizer(flags: dict[str, Any], rows: int) -> TokenizerChoice:
             f"{flags['tokenizer_type']}: has {tokenizer.vocab_size} ids, the model {rows} rows; "
             "give the tokenizer that the model was trained with, or --no-tokenizer"
         )
-    return TokenizerChoice(tokenizer.identity(), tokenizer.vocab_size)
+    return tokenizer
 
 
 def divisor(size: int, rows: int) -> int:
@@ -281,7 +258,7 @@ def check_model(config: Config) -> None:
 def write_checkpoint(
     root: Path,
     model: ModelConfig,
-    weights: Sequence[PendingTensor],
+    weights: Sequence[Entry],
     rows: int,
     model_type: str,
     tokenizer_files: Iterable[Path],
@@ -297,46 +274,46 @@ def write_checkpoint(
     fails.
     """
     new_folder(root)
-    with work_folder(root, "partial") as partial:
-        copies = partial / ORIGIN
+    with work_folder(root, "partial") as work:
+        copies = work / ORIGIN
         copies.mkdir()
         for file in tokenizer_files:
             shutil.copyfile(file, copies / file.name)
         flags = flags or tokenizer_flags(copies.absolute(), model_type, rows)
-        choice = choose_tokenizer(flags, rows)
-        temporary, final = (str(folder.absolute()) for folder in (partial, root))
+        chosen = choose_tokenizer(flags, rows)
+        temporary, final = (str(folder.absolute()) for folder in (work, root))
         flags = _moved(flags, temporary, final)
-        padding = {"make_vocab_size_divisible_by": divisor(choice.size, rows)}
+        padding = {"make_vocab_size_divisible_by": divisor(chosen.vocab_size, rows)}
         if not any(copies.iterdir()):
             copies.rmdir()
         # untrained tensors, such as expert biases, are fp32 in every precision
-        trained = [weight for weight in weights if not weight.name.startswith("optimizer.")]
-        formats = {weight.dtype for weight in trained if not weight.name.endswith(EXPERT_BIAS)}
+        trained = [weight for weight in weights if not weight.key.startswith("optimizer.")]
+        formats = {weight.dtype for weight in trained if not weight.key.endswith(EXPERT_BIAS)}
         precision = {"bf16": formats == {torch.bfloat16}, "fp16": formats == {torch.float16}}
         config = config_from(Config, {**vars(model), **precision, **flags, **padding})
         check_model(config)
         progress = Progress(sum(weight.bytes for weight in weights))
         slices = [
             TensorSlice(
-                weight.name,
+                weight.key,
                 weight.shape,
                 weight.dtype,
                 whole(weight.shape),
-                counted(weight.make, weight.bytes, progress),
+                counted(partial(row_major, weight), weight.bytes, progress),
             )
             for weight in weights
         ]
         layout = dict.fromkeys(("world_size", "tp", "pp", "cp", "dp"), 1)
         state = replace(
             state or RunState(),
-            data={"tokenizer": _moved(choice.identity, temporary, final)},
+            data={"tokenizer": _moved(chosen.identity(), temporary, final)},
             layout=layout,
         )
-        written = store.save(partial, state.iteration, slices, state, saved_flags.to_text(config))
+        written = store.save(work, state.iteration, slices, state, saved_flags.to_text(config))
         progress.clear()
         check()
-        DISK.fsync_directory(partial)
-        DISK.rename(partial, root)
+        DISK.fsync_directory(work)
+        DISK.rename(work, root)
         DISK.fsync_directory(root.parent)
         return root / written.name
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megatron.arguments import arg
-from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config.checkpoint import is_url
-from tools.shared.program import complain
 
 if TYPE_CHECKING:
     from tools.convert.family_table import Family
@@ -95,11 +93,7 @@ def ignored_keys(keys: str) -> Any:
 
 def finish(options: Any) -> int:
     """Run a command and print its answer; the exit code."""
-    try:
-        done = options.run()
-        text, good = done if isinstance(done, tuple) else (done, True)
-        print(text)
-        return 0 if good else 1
-    except (ValueError, OSError, CheckpointError) as error:
-        complain(error)
-        return 1
+    done = options.run()
+    text, good = done if isinstance(done, tuple) else (done, True)
+    print(text)
+    return 0 if good else 1

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import (
     whole,
@@ -20,10 +21,8 @@ from megatron.checkpoint.tensor_slices import (
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec
 from megatron.model.blocks.moe.facts import EXPERT_BIAS
-from megatron.small_files import path_inside
 from tools.convert.config_keys import read_json
-from tools.convert.hf_files import PendingTensor
-from tools.convert.links import ConversionError
+from tools.convert.links import ConversionError, optimizer_entries
 from tools.convert.megatron_names import our_name
 from tools.convert.torch_dist_optimizer import (
     BUFFER,
@@ -34,8 +33,8 @@ from tools.convert.torch_dist_optimizer import (
     check_format,
     run_state,
 )
-from tools.convert.torch_dist_tensor import Chunk, StoredTensor
-from tools.convert.torch_files import Unpickler
+from tools.convert.torch_dist_tensor import StoredTensor, read_index
+from tools.convert.torch_files import read_file
 
 METADATA = "metadata.json"
 COMMON = "common.pt"
@@ -71,21 +70,15 @@ ExpertHalf = tuple[int, int]
 Slices = dict[str, dict[ExpertHalf, StoredSlice]]
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """Makes one of our tensors of its pieces, which are in order."""
-
-    shape: tuple[int, ...]
-    slices: Sequence[StoredSlice]
-
-    def __call__(self) -> torch.Tensor:
-        flat = torch.empty(prod(self.shape), dtype=self.slices[0].tensor.dtype)
-        start = 0
-        for stored_slice in self.slices:
-            size = prod(stored_slice.shape)
-            flat[start : start + size] = stored_slice.read().flatten()
-            start += size
-        return flat.view(self.shape)
+def _merged(shape: Sequence[int], slices: Sequence[StoredSlice]) -> torch.Tensor:
+    """One of our tensors of its pieces, which are in order."""
+    flat = torch.empty(prod(shape), dtype=slices[0].tensor.dtype)
+    start = 0
+    for stored_slice in slices:
+        size = prod(stored_slice.shape)
+        flat[start : start + size] = stored_slice.read().flatten()
+        start += size
+    return flat.view(shape)
 
 
 class TorchDistCheckpoint:
@@ -94,7 +87,7 @@ class TorchDistCheckpoint:
 
     kind = "core"
 
-    def __init__(self, source: Path, unpickler: Unpickler, optimizer: bool = True):
+    def __init__(self, source: Path, optimizer: bool = True):
         self.source = source
         backend = read_json(source / METADATA).get("sharded_backend")
         if backend != "torch_dist":
@@ -102,24 +95,29 @@ class TorchDistCheckpoint:
                 f"{source}: its format is {backend!r}, which is not read; save it with "
                 "--ckpt-format torch_dist [checkpoint-format-not-read]"
             )
-        self._common = unpickler.read(source / COMMON)
+        self._common = read_file(source / COMMON)
         args = self._common.values.get("args")
         self.args: dict[str, Any] = args if isinstance(args, dict) else {}
         self.slices: Slices = {}
         self._optimizer = optimizer
         self._states: dict[str, Slices] = {}
-        index = unpickler.index(source)
-        self._objects = index["objects"]
+        tensors, self._objects = read_index(source)
         self._buffers = FlatBuffers(source, self.args)
         self._has_optimizer = False
-        for name, entry in index["tensors"].items():
-            if name.startswith(("rng_state", "rerun_state_machine")):
+        for name, tensor in tensors.items():
+            of_optimizer = _OPTIMIZER.match(name)
+            if name.startswith(("rng_state", "rerun_state_machine")) or (
+                of_optimizer and not optimizer
+            ):
                 continue
-            if not _OPTIMIZER.match(name):
-                self._sort(self._tensor(name, entry), name, self.slices)
-            elif optimizer:
+            wrong = tensor.problem()
+            if wrong:
+                raise ConversionError(f"{source}: {name}: {wrong}")
+            if of_optimizer:
                 self._has_optimizer = True
-                self._sort_optimizer(self._tensor(name, entry))
+                self._sort_optimizer(tensor)
+            else:
+                self._sort(tensor, name, self.slices)
 
     @property
     def layout(self) -> str:
@@ -144,46 +142,33 @@ class TorchDistCheckpoint:
         self,
         table: Mapping[str, ParameterSpec],
         model: ModelConfig,
-        weights: Sequence[PendingTensor],
-    ) -> list[PendingTensor]:
+        weights: Sequence[Entry],
+    ) -> list[Entry]:
         """The optimizer's tensors under our names, or none. Raises ConversionError unless theirs
         are exactly those of the weights."""
         if not self._has_optimizer:
             return []
         check_format(self.source, self._common.values)
         trained = {name: tensor for name, tensor in table.items() if not name.endswith(EXPERT_BIAS)}
-        by_name = {tensor.name: tensor for tensor in weights if tensor.name in trained}
-        states: list[PendingTensor] = []
+        by_name = {tensor.key: tensor for tensor in weights if tensor.key in trained}
         if self._buffers.by_kind:
             if self._states:
                 raise ConversionError(f"{self.source}: has its optimizer's state twice; {REMEDY}")
-            for kind, tensors in self._buffers.locate(trained, model, by_name).items():
-                states += [
-                    PendingTensor(name, torch.float32, trained[name].shape, make)
-                    for name, make in tensors.items()
-                ]
-                states[-len(tensors) :] = [
-                    replace(tensor, name=f"optimizer.{kind}.{tensor.name}")
-                    for tensor in states[-len(tensors) :]
-                ]
-        for kind in ("fp32_param", "exp_avg", "exp_avg_sq") if not self._buffers.by_kind else ():
-            low = any(tensor.dtype != torch.float32 for tensor in by_name.values())
+            made = self._buffers.locate(trained, model, by_name)
+            return optimizer_entries(made, trained, by_name)
+        low = any(tensor.dtype != torch.float32 for tensor in by_name.values())
+        states: list[Entry] = []
+        for kind in ("fp32_param", "exp_avg", "exp_avg_sq"):
             if kind == "fp32_param" and kind not in self._states and not low:
                 continue
-            states += [
-                replace(tensor, name=f"optimizer.{kind}.{tensor.name}")
-                for tensor in self._incoming(self._states.get(kind, {}), trained, model)
-            ]
-        for tensor in states:
-            if tensor.dtype not in (torch.float32, torch.bfloat16):
-                raise ConversionError(f"{self.source}: {tensor.name} is {tensor.dtype}; {REMEDY}")
-        # of an fp32 model the main weights are the weights
-        return [
-            tensor
-            for tensor in states
-            if not tensor.name.startswith("optimizer.fp32_param.")
-            or by_name[tensor.name.split(".", 2)[2]].dtype != torch.float32
-        ]
+            for tensor in self._incoming(self._states.get(kind, {}), trained, model):
+                name = f"optimizer.{kind}.{tensor.key}"
+                if tensor.dtype not in (torch.float32, torch.bfloat16):
+                    raise ConversionError(f"{self.source}: {name} is {tensor.dtype}; {REMEDY}")
+                # of an fp32 model the main weights are the weights
+                if kind != "fp32_param" or by_name[tensor.key].dtype != torch.float32:
+                    states.append(replace(tensor, key=name))
+        return states
 
     def _sort_optimizer(self, tensor: StoredTensor) -> None:
         """Note a tensor of the optimizer. Raises ConversionError for one that is not Adam's."""
@@ -197,29 +182,6 @@ class TorchDistCheckpoint:
             check_format(self.source, self._common.values)
             raise ConversionError(f"{self.source}: {tensor.name} is not known here; {REMEDY}")
         self._buffers.add(flat, tensor)
-
-    def _tensor(self, name: str, entry: Mapping[str, Any]) -> StoredTensor:
-        """A stored tensor; raises ConversionError for one that is not complete."""
-        dtype = getattr(torch, str(entry["dtype"]).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ConversionError(f"{self.source}: {name} has the dtype {entry['dtype']}")
-        chunks = [
-            Chunk(
-                tuple(
-                    (offset, offset + size)
-                    for offset, size in zip(c["offsets"], c["sizes"], strict=True)
-                ),
-                path_inside(self.source, c["file"]),
-                c["start"],
-                c["crc"],
-            )
-            for c in entry["chunks"]
-        ]
-        tensor = StoredTensor(name, dtype, tuple(entry["shape"]), tuple(chunks))
-        wrong = tensor.problem()
-        if wrong:
-            raise ConversionError(f"{self.source}: {name}: {wrong}")
-        return tensor
 
     def _sort(self, tensor: StoredTensor, megatron_name: str, table: Slices) -> None:
         """Note in `table` which of our tensors it is a part of."""
@@ -266,15 +228,13 @@ class TorchDistCheckpoint:
         shape = slices[-1, -1].shape
         return shape[0] if shape else 0
 
-    def weights(
-        self, table: Mapping[str, ParameterSpec], model: ModelConfig
-    ) -> list[PendingTensor]:
+    def weights(self, table: Mapping[str, ParameterSpec], model: ModelConfig) -> list[Entry]:
         """Our tensors. Raises ConversionError unless theirs are exactly those of the table."""
         return self._incoming(self.slices, table, model)
 
     def _incoming(
         self, stored: Slices, table: Mapping[str, ParameterSpec], model: ModelConfig
-    ) -> list[PendingTensor]:
+    ) -> list[Entry]:
         lines = [
             f"{next(iter(slices.values())).tensor.name} is not a part of this model"
             for name, slices in stored.items()
@@ -287,8 +247,8 @@ class TorchDistCheckpoint:
                 lines.append(wrong)
                 continue
             made_of = [stored_slice for _, stored_slice in sorted(stored[name].items())]
-            merged = _Merged(spec.shape, made_of)
-            weights.append(PendingTensor(name, made_of[0].tensor.dtype, spec.shape, merged))
+            merged = partial(_merged, spec.shape, made_of)
+            weights.append(Entry(name, made_of[0].tensor.dtype, spec.shape, merged))
         if lines:
             further = [f"{self.source}: and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
             raise ConversionError(

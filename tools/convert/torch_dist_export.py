@@ -4,18 +4,23 @@ dist_checkpointing loads at any TP x PP."""
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp  # noqa: TID251
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251
+from torch.distributed.checkpoint.storage import WriteResult  # noqa: TID251
 
-from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import LAYER_PREFIX, ParameterSpec
+from tools.convert.links import ConversionError
 from tools.convert.torch_dist import COMMON, METADATA
-from tools.convert.torch_files import Unpickler
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",
@@ -23,6 +28,7 @@ _BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_DATA = "__0_0.distcp"  # the file of torch.distributed.checkpoint's first rank
 # Megatron keeps norms with the matrix behind them.
 _FUSED_INPUT = (r"^input_layernorm\.", "self_attention.linear_qkv.layer_norm_")
 _FUSED_MLP = (r"^pre_mlp_layernorm\.", "mlp.linear_fc1.layer_norm_")
@@ -71,24 +77,52 @@ def _extra_states(model: ModelConfig) -> list[str]:
     return [LAYER_PREFIX + key for key in keys]
 
 
+def save(tensors: dict[str, Any], args: dict[str, Any], file: Path) -> None:
+    """Write a file of torch.save: nested `tensors`, and the arguments as a Namespace."""
+    counters = {"checkpoint_version": 3.0, "iteration": 0}
+    with _disk_errors(file):
+        torch.save({"args": Namespace(**args), **counters, **tensors}, file)  # noqa: TID251
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """What torch's writers raise where the disk does becomes a ConversionError."""
+    try:
+        yield
+    except RuntimeError as error:  # torch closes the file that it could not write
+        reason = " ".join(str(error.__context__ or error).split())
+        raise ConversionError(f"{path}: cannot be written ({reason[:300]})") from None
+
+
 def write_torch_dist(
-    folder: Path,
-    exported: Sequence[Exported],
-    model: ModelConfig,
-    args: dict[str, Any],
-    unpickler: Unpickler,
+    folder: Path, exported: Sequence[Exported], model: ModelConfig, args: dict[str, Any]
 ) -> None:
     """Write a checkpoint's folder: `exported` are (ours, dtype, their shape, a function that
-    makes it); the arguments say whose layers will load it."""
+    makes it); the arguments say whose layers will load it. One tensor is in memory at a time."""
     renamed = _renamed(model, args["transformer_impl"])
-    tensors: dict[str, Any] = {}
-    entries = []
-    for spec, dtype, shape, make in exported:
-        key, full_shape, offsets, sizes = _location(spec, shape, model.num_layers, renamed)
-        entry = tensors.setdefault(key, {"shape": full_shape, "chunks": []})
-        entry["chunks"].append({"name": spec.name, "offsets": offsets, "sizes": sizes})
-        entries.append(Entry(spec.name, dtype, tuple(shape), make))
-    values = {"checkpoint_version": 3.0, "iteration": 0}
-    unpickler.write(folder / COMMON, [], {}, values, args)
-    unpickler.write_sharded(folder, entries, {"tensors": tensors, "objects": _extra_states(model)})
+    entries: dict[str, Any] = {}
+    written: list[WriteResult] = []
+    save({}, args, folder / COMMON)
+    with _disk_errors(folder), open(folder / _DATA, "wb") as data:
+
+        def add(value: Any, key: str, offsets: Sequence[int] | None = None) -> None:
+            start = data.tell()
+            torch.save(value, data)  # noqa: TID251
+            length = data.tell() - start
+            stored = _StorageInfo(_DATA, start, length)
+            written.append(WriteResult(dcp.metadata.MetadataIndex(key, offsets), length, stored))
+
+        for spec, dtype, shape, make in exported:
+            key, full_shape, offsets, sizes = _location(spec, shape, model.num_layers, renamed)
+            add(make().reshape(sizes).contiguous(), key, offsets)
+            properties = dcp.metadata.TensorProperties(dtype=dtype)
+            entry = dcp.TensorStorageMetadata(properties, torch.Size(full_shape), [])
+            chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            entries.setdefault(key, entry).chunks.append(chunk)
+        for key in _extra_states(model):
+            add([None], key)
+            entries[key] = dcp.BytesStorageMetadata()
+        data.flush()
+        os.fsync(data.fileno())
+    dcp.FileSystemWriter(folder).finish(dcp.Metadata(entries), [written])
     (folder / METADATA).write_text(json.dumps(_BACKENDS), encoding="utf-8")

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry, row_major
 from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
@@ -26,7 +27,7 @@ from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
     ParameterSpec,
 )
-from tools.convert.links import ConversionError
+from tools.convert.links import ConversionError, joined
 from tools.convert.run_counters import RunCounters, dicts
 from tools.convert.torch_dist_tensor import StoredTensor
 from tools.convert.torch_files import TorchFile
@@ -59,32 +60,7 @@ _MODULES = (
 _ORDERS = (_MODULES, (_MODULES[1], _MODULES[0], *_MODULES[2:]))
 
 
-@dataclass(frozen=True)
-class Span:
-    """A parameter's part in a flat buffer."""
-
-    buffer: StoredTensor
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Makes one tensor of its tensor-parallel ranks' spans."""
-
-    spec: ParameterSpec
-    spans: Sequence[Span]
-
-    def __call__(self) -> torch.Tensor:
-        shape = self.spec.local_shape({"tp": len(self.spans)})
-        dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
-        slices = [
-            span.buffer.read(((span.start, span.stop),)).view(shape)
-            for span in (self.spans if dims else self.spans[:1])
-        ]
-        return torch.cat(slices, dim=dims[0]) if dims else slices[0]
-
-
+Make = Callable[[], torch.Tensor]
 Buffers = dict[str, dict[tuple[int, int], dict[int, StoredTensor]]]
 
 
@@ -111,8 +87,8 @@ class FlatBuffers:
         return ConversionError(f"{self.source}: {text}; {REMEDY}")
 
     def locate(
-        self, table: Mapping[str, ParameterSpec], model: ModelConfig, weights: Mapping[str, Any]
-    ) -> dict[str, dict[str, Joined]]:
+        self, table: Mapping[str, ParameterSpec], model: ModelConfig, weights: Mapping[str, Entry]
+    ) -> dict[str, dict[str, Make]]:
         """By kind and name, what makes each parameter's tensor. `weights` make the weights. Raises
         ConversionError where the main weights are not those."""
         if model.num_experts:
@@ -130,7 +106,7 @@ class FlatBuffers:
             walks = {kind: self._walk(kind, table, (tp, pp, buffers), order) for kind in kinds}
             located = {kind: walk for kind, walk in walks.items() if walk}
             if len(located) == len(kinds) and all(
-                torch.equal(located["fp32_param"][name]().to(weight.dtype), weight.make())
+                torch.equal(located["fp32_param"][name]().to(weight.dtype), row_major(weight))
                 for name, weight in weights.items()
             ):
                 return located
@@ -148,10 +124,10 @@ class FlatBuffers:
         table: Mapping[str, ParameterSpec],
         sizes: tuple[int, int, int],
         order: Sequence[str],
-    ) -> dict[str, Joined] | None:
+    ) -> dict[str, Make] | None:
         """Where each parameter is if the modules are in this order; None where they do not fit."""
         tp, pp, buffers = sizes
-        spans: dict[str, list[Span]] = {}
+        spans: dict[str, list[Make]] = {}
         for group, buffer in sorted(self.by_kind[kind]):
             stage = buffer * pp + group // tp
             names = _names(table, stage, pp * buffers, order)
@@ -161,7 +137,7 @@ class FlatBuffers:
                 return None
             for name, span in located:
                 spans.setdefault(name, []).append(span)
-        return {name: Joined(table[name], located[:tp]) for name, located in spans.items()}
+        return {name: partial(joined, table[name], made[:tp]) for name, made in spans.items()}
 
 
 def _names(
@@ -198,10 +174,10 @@ def _spans(
     table: Mapping[str, ParameterSpec],
     names: Sequence[str],
     tp: int,
-) -> list[tuple[str, Span]] | None:
-    """(parameter, its span), last parameter first, or None where the buckets do not hold just
-    these."""
-    spans = []
+) -> list[tuple[str, Make]] | None:
+    """(parameter, what reads its numbers), last parameter first, or None where the buckets do not
+    hold just these."""
+    spans: list[tuple[str, Make]] = []
     position = number = 0
     for name in reversed(names):
         size = math.prod(table[name].local_shape({"tp": tp}))
@@ -211,7 +187,7 @@ def _spans(
             number += 1
         if number >= len(buckets) or position + size > buckets[number].shape[0]:
             return None
-        spans.append((name, Span(buckets[number], position, position + size)))
+        spans.append((name, partial(buckets[number].read, ((position, position + size),))))
         position += size
     ended = number == len(buckets) - 1 and buckets[number].shape[0] - position < _ALIGNMENT
     return spans if ended else None
@@ -246,8 +222,8 @@ def run_state(
         None,
     )
     if isinstance(grown, dict):
-        scale = next((name for name in file.headers() if name.endswith("grad_scaler.scale")), None)
-        value = float(file.read(scale)) if scale else grown.get("scale")
+        scale = next((name for name in file.tensors if name.endswith("grad_scaler.scale")), None)
+        value = float(file.tensors[scale].read()) if scale else grown.get("scale")
         trackers = ("growth_tracker", "hysteresis_tracker")
         scaler = {"scale": value} | {name: grown[name] for name in trackers if name in grown}
     return counters.run_state(
@@ -269,7 +245,7 @@ def _updates(common: Mapping[str, Any], objects: Mapping[str, Any], file: TorchF
         if isinstance(state.get(name), (int, float))
     }
     endings = tuple(f".{count}" for count in _COUNTS)
-    for name, (_, shape) in file.headers().items():
-        if name.startswith("optimizer.") and name.endswith(endings) and math.prod(shape) == 1:
-            updates.add(float(file.read(name)))
+    for name, part in file.tensors.items():
+        if name.startswith("optimizer.") and name.endswith(endings) and math.prod(part.shape) == 1:
+            updates.add(float(part.read()))
     return updates

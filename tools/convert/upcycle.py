@@ -4,12 +4,14 @@ initial values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.moe import parse_layer_pattern
 from megatron.config.parallel import ParallelConfig
@@ -17,47 +19,31 @@ from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec, param
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import draw_values, parameter
-from tools.convert.hf_files import PendingTensor, new_folder, side_files
+from tools.convert.hf_files import new_folder, side_files
 from tools.convert.links import ConversionError
 from tools.convert.native import NativeCheckpoint, write_checkpoint
 
 _EXPERTS = ".mlp.experts."
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Makes the matrices of all experts of a layer: of so many parts of the MLP's width expert e
-    has part e modulo `parts`. The parts of a copy have one probability, a share of its own, for
-    which their outputs make up."""
-
-    native: NativeCheckpoint
-    name: str
-    count: int
-    parts: int
-
-    def __call__(self) -> torch.Tensor:
-        dense = self.native.reader.read(self.name)
-        inward = "linear_fc2" in self.name
-        parts = torch.stack(dense.chunk(self.parts, -1 if inward else -2))
-        if inward:
-            parts = parts * self.parts
-        return parts.repeat(self.count // self.parts, *[1] * dense.dim())
+def _copies(native: NativeCheckpoint, name: str, count: int, parts: int) -> torch.Tensor:
+    """The matrices of all experts of a layer: of so many parts of the MLP's width expert e has part
+    e modulo `parts`. The parts of a copy have one probability, a share of its own, for which their
+    outputs make up."""
+    dense = native.reader.read(name)
+    inward = "linear_fc2" in name
+    of_widths = torch.stack(dense.chunk(parts, -1 if inward else -2))
+    if inward:
+        of_widths = of_widths * parts
+    return of_widths.repeat(count // parts, *[1] * dense.dim())
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """Makes the initial values of a parameter; rows come `repeat` at a time."""
-
-    spec: ParameterSpec
-    seed: int
-    dtype: torch.dtype
-    repeat: int = 1
-
-    def __call__(self) -> torch.Tensor:
-        ctx = ParallelContext(ParallelConfig())
-        sharding = parameter(self.spec, ctx, torch.float32, "meta").sharding
-        values = draw_values(sharding, self.seed).to(self.dtype)
-        return values[:: self.repeat].repeat_interleave(self.repeat, 0)
+def _drawn(spec: ParameterSpec, seed: int, dtype: torch.dtype, repeat: int) -> torch.Tensor:
+    """The initial values of a parameter; rows come `repeat` at a time."""
+    ctx = ParallelContext(ParallelConfig())
+    sharding = parameter(spec, ctx, torch.float32, "meta").sharding
+    values = draw_values(sharding, seed).to(dtype)
+    return values[::repeat].repeat_interleave(repeat, 0)
 
 
 def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) -> ModelConfig:
@@ -133,15 +119,13 @@ def upcycle(
         for spec in parameter_table(model, rows, rows):
             name = spec.name.replace(_EXPERTS, ".mlp.")
             if name in dense_names:
-                copies = _Copies(native, name, flags["num_experts"], parts)
-                make = copies if _EXPERTS in spec.name else _Read(native, name)
-                weights.append(
-                    PendingTensor(spec.name, native.reader.dtype(name), spec.shape, make)
-                )
+                copies = partial(_copies, native, name, flags["num_experts"], parts)
+                make = copies if _EXPERTS in spec.name else partial(native.reader.read, name)
+                weights.append(Entry(spec.name, native.reader.dtype(name), spec.shape, make))
             else:
                 repeat = parts if ".router." in spec.name else 1
-                drawn = _Drawn(spec, native.config.training.seed, dtype, repeat)
-                weights.append(PendingTensor(spec.name, dtype, spec.shape, drawn))
+                drawn = partial(_drawn, spec, native.config.training.seed, dtype, repeat)
+                weights.append(Entry(spec.name, dtype, spec.shape, drawn))
         tokenizer, files = _tokenizer(native)
         family = native.base.get("model_type", "")
         written = write_checkpoint(target, model, weights, rows, family, files, flags=tokenizer)
@@ -151,14 +135,3 @@ def upcycle(
         f"layers, top {model.moe_router_topk}, {count:,} parameters; iteration 0, without "
         "optimizer state"
     )
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Reads one of our tensors."""
-
-    native: NativeCheckpoint
-    name: str
-
-    def __call__(self) -> torch.Tensor:
-        return self.native.reader.read(self.name)

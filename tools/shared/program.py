@@ -45,14 +45,7 @@ def read(
         flags.values(), prog=prog, description=description, sections={"options": "Options"}
     )
     parsed = parse_words(parser, argv) if parser.takes_words else parse(parser, argv)
-    if parsed.help:
-        print(parser.help(parsed.topic), end="", flush=True)
-        raise SystemExit(0)
-    if parsed.version:
-        print(version_line(prog), flush=True)
-        raise SystemExit(0)
-    if parsed.explain is not None:
-        raise SystemExit(explain.main(parsed.explain))
+    answer(parser, parsed)
     problems = [*parsed.problems, *missing(parser, parsed), *out_of_range(parser, parsed)]
     if not any(flag.required and flag.name not in parsed.typed for flag in parser.flags):
         unread = tuple(flags[name].spelling for name in parsed.broken)
@@ -64,6 +57,18 @@ def read(
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     return typed_options
+
+
+def answer(parser: Parser, parsed: Parsed) -> None:
+    """Do what --help, --version and --explain ask for, and raise SystemExit."""
+    if parsed.help:
+        print(parser.help(parsed.topic), end="", flush=True)
+        raise SystemExit(0)
+    if parsed.version:
+        print(version_line(parser.prog), flush=True)
+        raise SystemExit(0)
+    if parsed.explain is not None:
+        raise SystemExit(explain.main(parsed.explain))
 
 
 def complain(error: Exception) -> None:
@@ -131,20 +136,23 @@ class Command:
 def run_command(
     commands: Mapping[str, Command], argv: Sequence[str], *, prog: str, description: str
 ) -> int:
-    """Run the command that the first word names; the exit code. Raises SystemExit as `read`
-    does."""
+    """Run the command that the first word names; the exit code, 1 with one line on stderr where it
+    could not be done. Raises SystemExit as `read` does."""
     name = argv[0] if argv else ""
     if name in commands:
         command = commands[name]
-        return command.run(
-            read(
-                command.options,
-                argv[1:],
-                prog=f"{prog} {name}",
-                description=command.summary,
-                check=command.check,
-            )
+        options = read(
+            command.options,
+            argv[1:],
+            prog=f"{prog} {name}",
+            description=command.summary,
+            check=command.check,
         )
+        try:
+            return command.run(options)
+        except (ValueError, OSError, CheckpointError) as error:
+            complain(error)
+            return 1
     if name == "--version":
         print(version_line(prog), flush=True)
         return 0

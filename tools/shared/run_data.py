@@ -3,6 +3,8 @@ reads them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,6 +102,13 @@ def open_run(
 ) -> Reading:
     """The data of a run: of its directory `run`, as `iteration` was read, or of its `flags`;
     `world_size`: number of ranks, if not the run's (with flags: 1). Raises ValueError."""
+    with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
+        return _opened(run, flags, iteration, world_size)
+
+
+def _opened(
+    run: str | None, flags: Sequence[str] | None, iteration: int | None, world_size: int | None
+) -> Reading:
     state: dict[str, Any] = {}
     if flags is not None:
         # a dry run: nothing is written, so what stands in --save is no obstacle

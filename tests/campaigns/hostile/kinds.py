@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megatron.analysis.run_reader import read_run
@@ -40,10 +41,11 @@ from tests.core.checkpoint.saves import Unsynced, save
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
 from tests.load_tool import load_tool
 from tests.tools.chat.conversations import CONVERSATIONS
+from tests.tools.in_process import use_it
 from tools.convert.hf_files import side_files
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
-from tools.convert.unpickle_worker import answer
+from tools.convert.torch_files import read_file
 
 INSPECT = load_tool("inspect_data")
 PLOT = load_tool("plot")
@@ -79,12 +81,10 @@ def make_torch_file(folder: Path) -> None:
 
 
 def read_torch_file(folder: Path) -> Any:
-    tensors = folder / "out.safetensors"
-    values = folder / "out.json"
-    wrong = answer(["read", str(folder / "m.pt"), str(tensors), str(values), "model"])
-    if wrong is not None:
-        raise ValueError(wrong)
-    return tensors.read_bytes(), values.read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        use_it(patch)
+        file = read_file(folder / "m.pt", ("model",))
+    return {name: part.read().tolist() for name, part in file.tensors.items()}, file.values
 
 
 def make_hugging_face(folder: Path) -> None:

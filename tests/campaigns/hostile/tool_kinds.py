@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from megatron.args_file import read_words
 from megatron.arguments import Problems
@@ -16,33 +19,28 @@ from megatron.config import command_line
 from tests.campaigns.hostile.campaign import Kind, Refused
 from tests.load_tool import load_tool
 from tests.tools.chat.conversations import CONVERSATIONS
-from tests.tools.in_process import InProcess
+from tests.tools.in_process import use_it
 from tools.convert import torch_dist
 from tools.convert.inspect_checkpoint import inspect
 from tools.convert.links import ConversionError
-from tools.convert.unpickle_worker import METADATA
 
 GENERATE = load_tool("generate")
 WEIGHTS = "decoder.layers.mlp.linear_fc2.weight"
 
 
 def make_torch_dist(folder: Path) -> None:
-    entries = [
-        Entry(f"{n}", torch.float32, (3, 4), torch.arange(12.0).view(3, 4) + n) for n in range(2)
-    ]
-    chunks = [{"name": f"{n}", "offsets": [n, 0, 0], "sizes": [1, 3, 4]} for n in range(2)]
-    table = {"tensors": {WEIGHTS: {"shape": [2, 3, 4], "chunks": chunks}}, "objects": ["extra"]}
-    reader = InProcess(folder)
-    reader.write(folder / torch_dist.COMMON, [], {}, {"iteration": 7}, {"num_layers": 2})
-    reader.write_sharded(folder, entries, table)
+    tensors = {WEIGHTS: torch.arange(24.0).view(2, 3, 4), "extra": [None]}
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    args = argparse.Namespace(num_layers=2)
+    torch.save({"args": args, "iteration": 7}, folder / torch_dist.COMMON)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (folder / torch_dist.METADATA).write_text(json.dumps(backend))
 
 
 def read_torch_dist(folder: Path) -> Any:
-    (folder / "out").mkdir()
-    with InProcess(folder / "out") as reader:
-        found = torch_dist.TorchDistCheckpoint(folder, reader)
+    with pytest.MonkeyPatch.context() as patch:
+        use_it(patch)
+        found = torch_dist.TorchDistCheckpoint(folder)
         tensors = {
             name: {part: piece.read().tolist() for part, piece in parts.items()}
             for name, parts in found.slices.items()
@@ -151,7 +149,7 @@ KINDS = [
         "torch_dist folder",
         make_torch_dist,
         read_torch_dist,
-        (METADATA, torch_dist.COMMON, torch_dist.METADATA, "*.distcp"),
+        (".metadata", torch_dist.COMMON, torch_dist.METADATA, "*.distcp"),
         (CheckpointError, ConversionError, ValueError, OSError),
         cost=4,
     ),

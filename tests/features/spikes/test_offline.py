@@ -17,9 +17,9 @@ from tests.load_tool import exit_code, load_tool
 from tests.problems import numbers
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 from tools.features.spikes import program as spikes
-from tools.features.spikes import replay as spike_replay
 from tools.features.spikes.replay import Replayed, state_before, verdict
 from tools.features.spikes.suspects import BatchRow, batch_rows, neighbours
+from tools.shared import progress
 from tools.shared.run_data import Reading, open_run
 
 ITERATIONS = 6
@@ -278,7 +278,7 @@ def test_what_stands_out_and_whether_another_state_finds_it_too():
 
 
 def test_replay_says_how_far_it_is(run, capsys, monkeypatch):
-    monkeypatch.setattr(spike_replay, "SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
     assert spikes.main(["replay", "--load", str(run.save), "--iterations", "3-4"]) == 0
     assert "  1 of 6 iterations, " in capsys.readouterr().err
 

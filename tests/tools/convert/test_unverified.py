@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron import host
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from tests.core.model.tiny import VOCAB, tiny_config, tiny_model
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_problem
 from tools.convert.families import FAMILIES, config_for, unverified
-from tools.convert.hf_files import PendingTensor
 from tools.convert.links import ConversionError
 from tools.convert.native import write_checkpoint
 
@@ -85,8 +85,7 @@ def export(tmp_path, capfd):
         config = model_of(**flags)
         model = tiny_model(vocab=VOCAB, padded=VOCAB, **LLAMA | flags)
         weights = [
-            PendingTensor(p.sharding.name, p.dtype, tuple(p.shape), p.detach)
-            for p in model.parameters()
+            Entry(p.sharding.name, p.dtype, tuple(p.shape), p.detach) for p in model.parameters()
         ]
         tokenizer = {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1}
         write_checkpoint(tmp_path / "ours", config, weights, VOCAB, "", [], flags=tokenizer)

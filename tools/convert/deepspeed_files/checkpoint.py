@@ -9,18 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING, ParameterSpec
 from megatron.small_files import path_inside, read_text, safe_name
 from tools.convert.deepspeed_files.optimizer import ZeroOptimizer
-from tools.convert.hf_files import PendingTensor
-from tools.convert.links import ConversionError
-from tools.convert.megatron_layout import MegatronCheckpoint, Part, megatron_import
+from tools.convert.links import ConversionError, optimizer_entries
+from tools.convert.megatron_layout import MegatronCheckpoint, megatron_import
 from tools.convert.megatron_names import our_name
-from tools.convert.torch_files import TorchFile, Unpickler
+from tools.convert.torch_files import read_all
 
 LATEST = "latest"
 _RANK = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
@@ -77,7 +75,7 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
 
     kind = "deepspeed"
 
-    def __init__(self, source: Path, unpickler: Unpickler, with_optimizer: bool = True):
+    def __init__(self, source: Path, with_optimizer: bool = True):
         self.source = source
         names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
         for pattern, feature in _REFUSED:
@@ -91,7 +89,7 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 f"{source}: has mp_rank_XX_model_states.pt of {sorted(ranks) or 'no rank'}, should "
                 "be 0, 1, 2, ..."
             )
-        opened = unpickler.read_all({m: source / name for m, name in ranks.items()}, ("module.",))
+        opened = read_all({m: source / name for m, name in ranks.items()}, ("module.",))
         values = opened[0].values
         args = values.get("args")
         self.args = args if isinstance(args, dict) else {}
@@ -103,26 +101,20 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
             )
         self._root = values
         self._names: dict[str, str] = {}  # ours by those of ZeRO's files
-        self.parts: dict[str, list[Part]] = {}
-        self.copies: dict[str, list[Part]] = {}
         if layers:
+            self.parts = {}
+            self.copies = {}
             self.tp = 1 + max(tp for _, tp in layers)
             self.pp = max(1, len(ranks) // self.tp)
-            self._sort_layers(layers, unpickler)
+            self._sort_layers(layers)
         else:
-            self.tp = len(ranks)
-            self.pp = 1
-            self.files = {(m, 0): file for m, file in opened.items()}
-            for tp in range(self.tp):
-                self._sort(tp)
+            self._open({(m, 0): file for m, file in opened.items()})
             self._names = {
                 part.path.removeprefix("module."): name
                 for name, parts in self.parts.items()
                 for part in parts
             }
-        self._zero = (
-            ZeroOptimizer.open(source, unpickler, self.tp, self.pp) if with_optimizer else None
-        )
+        self._zero = ZeroOptimizer.open(source, self.tp, self.pp) if with_optimizer else None
 
     @property
     def layout(self) -> str:
@@ -142,38 +134,34 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
         self,
         table: Mapping[str, ParameterSpec],
         model: ModelConfig,
-        weights: Sequence[PendingTensor],
-    ) -> list[PendingTensor]:
+        weights: Sequence[Entry],
+    ) -> list[Entry]:
         """The optimizer's tensors under our names, or none."""
         if self._zero is None:
             return []
-        by_name = {weight.name: weight for weight in weights}
-        makers = self._zero.tensors(table, self._names, by_name)
-        return [
-            PendingTensor(f"optimizer.{kind}.{name}", torch.float32, table[name].shape, make)
-            for kind, tensors in makers.items()
-            for name, make in tensors.items()
-            # of an fp32 model the main weights are the weights
-            if kind != "fp32_param" or by_name[name].dtype != torch.float32
-        ]
+        by_name = {weight.key: weight for weight in weights}
+        return optimizer_entries(self._zero.tensors(table, self._names, by_name), table, by_name)
 
     def _chunks(self, tp: int):
-        paths = self.files[tp, 0].headers()
+        paths = self.files[tp, 0].tensors
         our_names = [(path, our_name(path)) for path in paths]
         yield 0, [(path, name) for path, name in our_names if name is not None]
 
-    def _sort_layers(self, layers: Mapping[tuple[int, int], str], unpickler: Unpickler) -> None:
+    def _sort_layers(self, layers: Mapping[tuple[int, int], str]) -> None:
         """Note where the tensors of the files of layers are; their numbers count from the
         embedding on, with gaps."""
-        files = unpickler.read_all(
-            {key: self.source / name for key, name in sorted(layers.items())}
-        )
-        numbers = sorted({number for (number, _), file in files.items() if _is_block(file)})
+        files = read_all({key: self.source / name for key, name in sorted(layers.items())})
+        blocks = {
+            number
+            for (number, _), file in files.items()
+            if any(path.startswith("input_layernorm.") for path in file.tensors)
+        }
+        numbers = sorted(blocks)
         for (number, tp), file in files.items():
             prefix = ""
             if number in numbers:
                 prefix = f"language_model.encoder.layers.{numbers.index(number)}."
-            for path in file.headers():
+            for path, part in file.tensors.items():
                 name = our_name(prefix + path) if prefix else _ENDS.get(path, path)
                 if name is None:
                     continue
@@ -183,8 +171,4 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 stored = self.parts.setdefault(name, [])
                 if len(stored) > tp:  # the last stage's copy of a tied embedding
                     stored = self.copies.setdefault(name, [])
-                stored.append(Part(file, path))
-
-
-def _is_block(file: TorchFile) -> bool:
-    return any(path.startswith("input_layernorm.") for path in file.headers())
+                stored.append(part)

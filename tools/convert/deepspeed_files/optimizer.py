@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry, row_major
 from megatron.checkpoint.state import RunState
 from megatron.config.plan.parameters import ParameterSpec
-from tools.convert.links import ConversionError
+from tools.convert.links import ConversionError, joined
 from tools.convert.run_counters import RunCounters, dicts
-from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
+from tools.convert.torch_files import StoredPart, TorchFile, read_all
 
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ROOT = "optimizer_state_dict"
@@ -35,31 +37,9 @@ _TIED = "tied_modules."  # its prefix of parameters that several pipeline stages
 Parts = list[StoredPart]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """Makes one tensor of the optimizer of the parts that the data-parallel ranks of each
-    tensor-parallel rank hold."""
-
-    spec: ParameterSpec
-    ranks: Sequence[Parts]
-
-    def __call__(self) -> torch.Tensor:
-        shape = self.spec.local_shape({"tp": len(self.ranks)})
-        dims = [dim for axis, dim in self.spec.splits if axis == "tp"]
-        by_rank = [
-            torch.cat([part.read() for part in parts]).view(shape)
-            for parts in (self.ranks if dims else self.ranks[:1])
-        ]
-        return torch.cat(by_rank, dim=dims[0]) if dims else by_rank[0]
-
-
-def find_files(source: Path) -> dict[tuple[int, int], Path]:
-    """{(model-parallel rank, data-parallel rank): file}."""
-    return {
-        (int(match[2]), int(match[1])): path
-        for path in (source.iterdir() if source.is_dir() else ())
-        if (match := _FILE.fullmatch(path.name))
-    }
+def _chained(parts: Parts) -> torch.Tensor:
+    """The numbers that the data-parallel ranks of a tensor-parallel rank hold."""
+    return torch.cat([part.read() for part in parts])
 
 
 @dataclass
@@ -73,9 +53,13 @@ class ZeroOptimizer:
     files: dict[tuple[int, int], TorchFile] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, source: Path, unpickler: Unpickler, tp: int, pp: int) -> ZeroOptimizer | None:
+    def open(cls, source: Path, tp: int, pp: int) -> ZeroOptimizer | None:
         """The optimizer of a folder, or None without files of one."""
-        paths = find_files(source)
+        paths = {
+            (int(match[2]), int(match[1])): path
+            for path in (source.iterdir() if source.is_dir() else ())
+            if (match := _FILE.fullmatch(path.name))
+        }
         if not paths:
             return None
         optimizer = cls(source, tp, pp)
@@ -91,7 +75,7 @@ class ZeroOptimizer:
                     f"the optimizer's files of mp_rank_{m:02d} are those of the data-parallel "
                     f"ranks {ranks}, should be 0, 1, 2, ..."
                 )
-        optimizer.files = unpickler.read_all(dict(sorted(paths.items())), (f"{_ROOT}.",))
+        optimizer.files = read_all(dict(sorted(paths.items())), (f"{_ROOT}.",))
         for (m, _), file in optimizer.files.items():
             world = optimizer._state(file).get("partition_count")
             if isinstance(world, list) and world and world[0] != optimizer.ranks(m):
@@ -145,7 +129,6 @@ class ZeroOptimizer:
                 f"{file.path.name} has no param_slice_mappings (DeepSpeed writes them since 0.7)"
             )
         elastic = "" if isinstance(state.get("base_optimizer_state"), list) else ".state"
-        headers = file.headers()
         for number, group in enumerate(groups):
             paths = {
                 "fp32_param": f"{_ROOT}.{_GROUPS}.{number}",
@@ -159,22 +142,22 @@ class ZeroOptimizer:
                 start: Any = bounds.get("start")
                 size: Any = bounds.get("numel")
                 for kind, path in paths.items():
-                    dtype, shape = headers.get(path, (None, ()))
-                    if dtype != torch.float32 or len(shape) != 1:
+                    buffer = file.tensors.get(path)
+                    if buffer is None or buffer.dtype != torch.float32 or len(buffer.shape) != 1:
                         raise self.wrong(f"{file.path.name}: {path} is no flat buffer in float32")
-                    if not _within(start, size, shape[0]):
+                    if not _within(start, size, buffer.shape[0]):
                         raise self.wrong(
                             f"{file.path.name}: {name} is at {start!r}, {size!r} numbers, in a "
-                            f"buffer of {shape[0]}"
+                            f"buffer of {buffer.shape[0]}"
                         )
-                    yield kind, name, StoredPart(file, path, (size,), start)
+                    yield kind, name, buffer.part(start, (size,))
 
     def tensors(
         self,
         table: Mapping[str, ParameterSpec],
         names: Mapping[str, str],
-        weights: Mapping[str, Any],
-    ) -> dict[str, dict[str, Joined]]:
+        weights: Mapping[str, Entry],
+    ) -> dict[str, dict[str, Callable[[], torch.Tensor]]]:
         """By kind and our name, what makes each tensor. `weights` make the weights, which the fp32
         weights must be after rounding."""
         by_kind = self.parts(names)
@@ -190,12 +173,15 @@ class ZeroOptimizer:
                         f"{kind} of {name} has {sizes} numbers on the tensor ranks, should be "
                         f"{size} on each of {self.tp}"
                     )
-        makers = {
-            kind: {name: Joined(table[name], ranks) for name, ranks in tensors.items()}
+        makers: dict[str, dict[str, Callable[[], torch.Tensor]]] = {
+            kind: {
+                name: partial(joined, table[name], [partial(_chained, parts) for parts in ranks])
+                for name, ranks in tensors.items()
+            }
             for kind, tensors in by_kind.items()
         }
         for name, weight in weights.items():
-            if not torch.equal(makers["fp32_param"][name]().to(weight.dtype), weight.make()):
+            if not torch.equal(makers["fp32_param"][name]().to(weight.dtype), row_major(weight)):
                 raise self.wrong(f"the optimizer's fp32 weights of {name} are not the weights")
         return makers
 
@@ -225,9 +211,9 @@ class ZeroOptimizer:
             if isinstance(state.get("base_optimizer_state_step"), (int, float)):
                 updates.add(state["base_optimizer_state_step"])
             updates |= {
-                float(file.read(name))
-                for name, (_, shape) in file.headers().items()
-                if name.endswith(".step") and math.prod(shape) == 1
+                float(part.read())
+                for name, part in file.tensors.items()
+                if name.endswith(".step") and math.prod(part.shape) == 1
             }
         return updates
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.state import RunState
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
@@ -27,13 +29,13 @@ from megatron.config.plan.parameters import (
 )
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.config_keys import is_unset, names_of, not_known
-from tools.convert.hf_files import PendingTensor, new_folder, work_folder
+from tools.convert.hf_files import new_folder
 from tools.convert.links import QKV, ConversionError
+from tools.convert.megatron_layout import MegatronCheckpoint
 from tools.convert.native import write_checkpoint
-from tools.convert.torch_files import StoredPart, Unpickler
+from tools.convert.torch_files import StoredPart, read_all, read_file
 from tools.features.internlm.choices import MLP_ORDERS
 from tools.features.internlm.optimizer import (
-    Ranks,
     has_optimizer,
     optimizer_parts,
     read_flags,
@@ -42,7 +44,7 @@ from tools.features.internlm.optimizer import (
 
 MODEL_CONFIG = "model_config.pt"
 _FILE = re.compile(r"model_tp(\d+)_pp(\d+)\.pt")
-_LAYER = re.compile(r"(blocks\.)(\d+)(\..+)")
+_EMBEDDING = ("embedding.weight", "embedding.word_embeddings.weight")
 # Keys of model_config.pt under whose other values it would be another model.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_swiglu": (True,),
@@ -68,70 +70,85 @@ enable_qkv_fusion mlp_layer_fusion *_init_std init_type moe_* device first last 
 """)
 
 
-@dataclass(frozen=True)
-class _StoredTensor:
-    """A tensor on each tensor rank."""
-
-    parts: Sequence[StoredPart]
-
-    def read(self) -> list[torch.Tensor]:
-        """Every rank's part."""
-        return [part.read() for part in self.parts]
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Every rank's shape."""
-        return [part.shape for part in self.parts]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype."""
-        return self.parts[0].dtype
+Tensors = Mapping[str, Sequence[StoredPart]]  # by their names the parts on the tensor ranks
 
 
-@dataclass(frozen=True)
-class _Merge:
-    """Makes one of our tensors of some of theirs."""
+class InternLMCheckpoint(MegatronCheckpoint):
+    """The open files of a step. Raises ConversionError."""
 
-    model: ModelConfig
-    name: str
-    shape: tuple[int, ...]
-    sources: Sequence[_StoredTensor]
-    embed_split_hidden: bool
+    layer_name = re.compile(r"(blocks\.)(\d+)(\..+)")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Theirs."""
-        return self.sources[0].dtype
+    def __init__(self, source: Path):
+        self.source = source
+        files = {
+            (int(m[1]), int(m[2])): path
+            for path in (source.iterdir() if source.is_dir() else [])
+            if (m := _FILE.fullmatch(path.name))
+        }
+        if not files or not (source / MODEL_CONFIG).is_file():
+            raise ConversionError(
+                f"{source}: needs model_tp0_pp0.pt and {MODEL_CONFIG}; give the folder of one step"
+            )
+        tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
+        names = {(t, p): f"model_tp{t}_pp{p}.pt" for t in range(tp) for p in range(pp)}
+        missing = [name for rank, name in names.items() if rank not in files]
+        if missing:
+            raise ConversionError(
+                f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks"
+            )
+        self.args = dict(read_file(source / MODEL_CONFIG).values)
+        self._open(read_all(files))
 
-    def __call__(self) -> torch.Tensor:
-        shards = [tensor.read() for tensor in self.sources]
-        tail = self.name.split(".", 3)[3] if self.name.startswith(LAYER_PREFIX) else self.name
-        match tail.rsplit(".", 1):
-            case ["self_attention.linear_qkv", _]:
-                qkv = [
-                    torch.cat(of_ranks)
-                    for of_ranks in zip(*(shard.chunk(3) for shard in shards[0]), strict=True)
-                ]
-                return QKV.join(qkv, self.model)
-            case ["mlp.linear_fc1", _]:
-                return torch.stack([torch.cat(of_ranks) for of_ranks in shards])
-            case ["self_attention.linear_proj" | "mlp.linear_fc2", "weight"]:
-                return torch.cat(shards[0], dim=1)
-            case ["embedding.word_embeddings", _]:
-                return torch.cat(shards[0], dim=1 if self.embed_split_hidden else 0)
-            case ["output_layer", _]:
-                return torch.cat(shards[0])
-        if any(not torch.equal(shard, shards[0][0]) for shard in shards[0]):
-            raise ConversionError(f"{self.name}: the tensor ranks should hold the same, and do not")
-        return shards[0][0]
+    def _chunks(self, tp: int) -> Iterator[tuple[int, list[tuple[str, str]]]]:
+        for pp in range(self.pp):
+            names = {path: path.removeprefix("model.") for path in self.files[tp, pp].tensors}
+            yield (
+                pp,
+                [
+                    (path, "embedding" if name in _EMBEDDING else name)
+                    for path, name in names.items()
+                    if not name.endswith(".inv_freq")
+                ],
+            )
+
+    def of_rank(self, rank: tuple[int, int]) -> dict[str, StoredPart]:
+        """The tensors of a (tensor, pipeline) rank in the order of the model's parameters."""
+        path = self.files[rank].path
+        every = ((name, part) for name, parts in self.parts.items() for part in parts)
+        return {name: part for name, part in every if part.file == path}
 
 
-def _order(tensors: Mapping[str, _StoredTensor], source: Path) -> str:
+def _merged(
+    model: ModelConfig, name: str, sources: Sequence[Sequence[StoredPart]], split_hidden: bool
+) -> torch.Tensor:
+    """One of our tensors of some of theirs."""
+    shards = [[part.read() for part in parts] for parts in sources]
+    tail = name.split(".", 3)[3] if name.startswith(LAYER_PREFIX) else name
+    match tail.rsplit(".", 1):
+        case ["self_attention.linear_qkv", _]:
+            qkv = [
+                torch.cat(of_ranks)
+                for of_ranks in zip(*(shard.chunk(3) for shard in shards[0]), strict=True)
+            ]
+            return QKV.join(qkv, model)
+        case ["mlp.linear_fc1", _]:
+            return torch.stack([torch.cat(of_ranks) for of_ranks in shards])
+        case ["self_attention.linear_proj" | "mlp.linear_fc2", "weight"]:
+            return torch.cat(shards[0], dim=1)
+        case ["embedding.word_embeddings", _]:
+            return torch.cat(shards[0], dim=1 if split_hidden else 0)
+        case ["output_layer", _]:
+            return torch.cat(shards[0])
+    if any(not torch.equal(shard, shards[0][0]) for shard in shards[0]):
+        raise ConversionError(f"{name}: the tensor ranks should hold the same, and do not")
+    return shards[0][0]
+
+
+def _order(tensors: Tensors, source: Path) -> str:
     """Which of w2 and w3 is the up matrix: a key of MLP_ORDERS. Raises ConversionError where shapes
     do not show it."""
     shapes = {
-        name: tensors[f"blocks.0.mlp.{name}.weight"].shapes
+        name: [part.shape for part in tensors[f"blocks.0.mlp.{name}.weight"]]
         for name in ("w1", "w2", "w3")
         if f"blocks.0.mlp.{name}.weight" in tensors
     }
@@ -164,59 +181,9 @@ def _sources(name: str, order: str) -> list[str]:
     return [f"blocks.{layer}.{internlm_name}.{kind}" for internlm_name in names[stem]]
 
 
-def _open(source: Path, unpickler: Unpickler) -> tuple[dict[str, Any], Ranks]:
-    """(model_config.pt, of each (tensor, pipeline) rank its tensors by their name with global layer
-    numbers, in the order of the model's parameters)."""
-    files = {
-        (int(m[1]), int(m[2])): path
-        for path in (source.iterdir() if source.is_dir() else [])
-        if (m := _FILE.fullmatch(path.name))
-    }
-    if not files or not (source / MODEL_CONFIG).is_file():
-        raise ConversionError(
-            f"{source}: needs model_tp0_pp0.pt and {MODEL_CONFIG}; give the folder of one step"
-        )
-    tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
-    missing = [f"model_tp{t}_pp{p}.pt" for t in range(tp) for p in range(pp) if (t, p) not in files]
-    if missing:
-        raise ConversionError(
-            f"{source}: {', '.join(missing)} missing of {tp} tensor x {pp} pipeline ranks"
-        )
-    config = unpickler.read(source / MODEL_CONFIG).values
-    opened = unpickler.read_all(files)
-    ranks: Ranks = {}
-    for t in range(tp):
-        offset = 0
-        for p in range(pp):
-            file = opened[t, p]
-            ranks[t, p] = {}
-            layers = set()
-            for path, (_, shape) in file.headers().items():
-                name = path.removeprefix("model.")
-                if name.endswith(".inv_freq"):
-                    continue
-                if match := _LAYER.fullmatch(name):
-                    layers.add(int(match[2]))
-                    name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
-                if name in ("embedding.weight", "embedding.word_embeddings.weight"):
-                    name = "embedding"
-                ranks[t, p][name] = StoredPart(file, path, shape)
-            offset += len(layers)
-    return config, ranks
-
-
-def _by_name(ranks: Ranks) -> dict[str, _StoredTensor]:
-    """Each tensor with its parts on the tensor ranks."""
-    parts_by_name: dict[str, list[StoredPart]] = {}
-    for parts in ranks.values():
-        for name, part in parts.items():
-            parts_by_name.setdefault(name, []).append(part)
-    return {name: _StoredTensor(parts) for name, parts in parts_by_name.items()}
-
-
 def _model(
     config: Mapping[str, Any],
-    tensors: Mapping[str, _StoredTensor],
+    tensors: Tensors,
     where: Path,
     positions: int,
     ignored: Collection[str],
@@ -255,7 +222,7 @@ def _model(
         num_attention_heads=config["num_attention_heads"],
         seq_length=positions,
         max_position_embeddings=positions,
-        ffn_hidden_size=sum(shape[0] for shape in tensors["blocks.0.mlp.w1.weight"].shapes),
+        ffn_hidden_size=sum(part.shape[0] for part in tensors["blocks.0.mlp.w1.weight"]),
         swiglu=True,
         position_embedding_type="rope",
         rotary_base=int(config.get("rope_base") or 10000),
@@ -271,18 +238,16 @@ def _model(
     )
 
 
-def _merges(
+def _check(
     source: Path,
     model: ModelConfig,
     rows: int,
-    tensors: Mapping[str, _StoredTensor],
+    tensors: Tensors,
     order: str,
     tp: int,
     split_hidden: bool,
-) -> dict[str, _Merge]:
-    """How each of our tensors is made of theirs. Raises ConversionError for what is missing, of
-    another shape, or no part of this model."""
-    merges: dict[str, _Merge] = {}
+) -> None:
+    """Raise ConversionError for what is missing, of another shape, or no part of this model."""
     used = set()
     problems = []
     for spec in parameter_table(model, rows, rows):
@@ -292,31 +257,23 @@ def _merges(
         if lost:
             problems.append(f"{source}: {lost[0]} is missing")
             continue
-        stored = [tensors[name] for name in names]
-        problems += _misfits(spec.name, spec.shape, stored, names, tp, split_hidden, source)
-        merges[spec.name] = _Merge(model, spec.name, spec.shape, stored, split_hidden)
+        stored = {name: tensors[name] for name in names}
+        problems += _misfits(spec.name, spec.shape, stored, tp, split_hidden, source)
     problems += [
         f"{source}: {name} is not a part of this model" for name in sorted(tensors.keys() - used)
     ]
     if problems:
         raise ConversionError("\n".join(problems[:20]))
-    return merges
 
 
-def _optimizer_tensors(
-    kind: str,
-    parts: Mapping[str, list[StoredPart]],
-    merges: Mapping[str, _Merge],
-    order: str,
-) -> Iterator[PendingTensor]:
-    """Those of one kind, merged like the weights. A weight that is fp32 itself has no other."""
-    for name, merge in merges.items():
-        if kind == "fp32_param" and merge.dtype == torch.float32:
-            continue
-        stored = [_StoredTensor(parts[internlm_name]) for internlm_name in _sources(name, order)]
-        yield PendingTensor(
-            f"optimizer.{kind}.{name}", torch.float32, merge.shape, replace(merge, sources=stored)
-        )
+def _made_of(
+    tensors: Tensors, model: ModelConfig, rows: int, order: str, split_hidden: bool, prefix: str
+) -> Iterator[Entry]:
+    """Our tensors, made of theirs of one kind, under names with this prefix."""
+    for spec in parameter_table(model, rows, rows):
+        parts = [tensors[name] for name in _sources(spec.name, order)]
+        make = partial(_merged, model, spec.name, parts, split_hidden)
+        yield Entry(prefix + spec.name, parts[0][0].dtype, spec.shape, make)
 
 
 def internlm_import(
@@ -335,42 +292,36 @@ def internlm_import(
     `ignored`: unknown keys that may be set. Returns what to say of it."""
     run = read_flags(args_file) if args_file else None
     new_folder(target)
-    with (
-        work_folder(target, "unpacked") as folder,
-        Unpickler(folder) as unpickler,
-    ):
-        config, ranks = _open(source, unpickler)
-        tensors = _by_name(ranks)
-        tp = 1 + max(t for t, _ in ranks)
-        positions = positions or config.get("max_position_embeddings") or 2048
-        model = _model(config, tensors, source / MODEL_CONFIG, positions, ignored)
-        order = order or _order(tensors, source)
-        rows = config["vocab_size"]
-        split = bool(config.get("embed_split_hidden"))
-        merges = _merges(source, model, rows, tensors, order, tp, split)
-        weights = [
-            PendingTensor(name, merge.dtype, merge.shape, merge) for name, merge in merges.items()
-        ]
-        state = None
-        if run:
-            shards = optimizer_parts(source, unpickler, ranks)
-            state = run_state(source, unpickler, run, model, shards)
-            weights += [
-                tensor
-                for kind, parts in shards.parts.items()
-                for tensor in _optimizer_tensors(kind, parts, merges, order)
-            ]
-        flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
-        if run:
-            flags = {field.name: getattr(run.data, field.name) for field in fields(TokenizerConfig)}
-        if tokenizer:
-            flags = {
-                "tokenizer_type": "Llama2Tokenizer",
-                "tokenizer_model": str(tokenizer.absolute()),
-            }
-        written = write_checkpoint(
-            target, model, weights, rows, "internlm", [], flags=flags, state=state
-        )
+    checkpoint = InternLMCheckpoint(source)
+    config, tensors, tp = checkpoint.args, checkpoint.parts, checkpoint.tp
+    positions = positions or config.get("max_position_embeddings") or 2048
+    model = _model(config, tensors, source / MODEL_CONFIG, positions, ignored)
+    order = order or _order(tensors, source)
+    rows = config["vocab_size"]
+    split = bool(config.get("embed_split_hidden"))
+    _check(source, model, rows, tensors, order, tp, split)
+    weights = list(_made_of(tensors, model, rows, order, split, ""))
+    state = None
+    if run:
+        ranks = {rank: checkpoint.of_rank(rank) for rank in checkpoint.files}
+        shards = optimizer_parts(source, ranks)
+        state = run_state(source, run, model, shards)
+        # a weight that is fp32 itself has no other
+        whole = {f"optimizer.fp32_param.{t.key}" for t in weights if t.dtype == torch.float32}
+        for kind, parts in shards.parts.items():
+            made = _made_of(parts, model, rows, order, split, f"optimizer.{kind}.")
+            weights += [tensor for tensor in made if tensor.key not in whole]
+    flags: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": rows}
+    if run:
+        flags = {field.name: getattr(run.data, field.name) for field in fields(TokenizerConfig)}
+    if tokenizer:
+        flags = {
+            "tokenizer_type": "Llama2Tokenizer",
+            "tokenizer_model": str(tokenizer.absolute()),
+        }
+    written = write_checkpoint(
+        target, model, weights, rows, "internlm", [], flags=flags, state=state
+    )
     return f"{written}: {len(weights)} tensors from {tp} tensor ranks; {_summary(state, source)}"
 
 
@@ -392,8 +343,7 @@ def _summary(state: RunState | None, source: Path) -> str:
 def _misfits(
     name: str,
     shape: Sequence[int],
-    tensors: Sequence[_StoredTensor],
-    names: Sequence[str],
+    tensors: Tensors,
     tp: int,
     split_hidden: bool,
     source: Path,
@@ -409,16 +359,13 @@ def _misfits(
         dim = 1 if by_columns else 0
         full_shape[dim] //= tp
     lines = []
-    for stored, internlm_name in zip(tensors, names, strict=True):
-        if len(stored.parts) != tp and not (alone and len(stored.parts) == 1):
-            lines.append(
-                f"{source}: {internlm_name} is on {len(stored.parts)} of {tp} tensor ranks"
-            )
+    for internlm_name, stored in tensors.items():
+        if len(stored) != tp and not (alone and len(stored) == 1):
+            lines.append(f"{source}: {internlm_name} is on {len(stored)} of {tp} tensor ranks")
         hint = "; is --mlp-weights the other one?" if ".mlp.w" in internlm_name else ""
         lines += [
-            f"{source}: {internlm_name} has shape {list(shape_stored)}, should be "
-            f"{full_shape}{hint}"
-            for shape_stored in stored.shapes
-            if list(shape_stored) != full_shape
+            f"{source}: {internlm_name} has shape {list(part.shape)}, should be {full_shape}{hint}"
+            for part in stored
+            if list(part.shape) != full_shape
         ]
     return lines

@@ -28,7 +28,7 @@ from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
 from tools.convert.config_keys import MAX_INTEGER
 from tools.convert.links import ConversionError
-from tools.convert.torch_files import StoredPart, TorchFile, Unpickler
+from tools.convert.torch_files import StoredPart, TorchFile, read_all, read_file
 
 _FILE = re.compile(r"optimizer_tp(\d+)_pp(\d+)_zo(\d+)\.pt")
 CONTEXT = "context.pt"
@@ -87,7 +87,7 @@ def read_flags(path: Path) -> Config:
     return config
 
 
-def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
+def optimizer_parts(source: Path, ranks: Ranks) -> Shards:
     """Where the optimizer's tensors are. Raises ConversionError unless the fp32 weights are the
     weights of `ranks`."""
     files = {
@@ -103,16 +103,16 @@ def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
         problem = "is of another layout than the model" if wrong[0] in files else "is missing"
         raise ConversionError(f"{source}: {name} {problem}; {_REMEDY}")
     parts: dict[str, dict[str, list[StoredPart]]] = {kind: {} for kind in _BUFFERS}
-    by_rank = unpickler.read_all(dict(sorted(files.items())))
+    by_rank = read_all(dict(sorted(files.items())))
     opened = list(by_rank.values())
     for (t, p), model in ranks.items():
         shards = [by_rank[t, p, z] for z in range(zero)]
-        for name, (file, start) in _located(source, shards, model).items():
+        for name, (file, start) in _located(shards, model).items():
             for kind, path in _BUFFERS.items():
-                part = StoredPart(file, path, model[name].shape, start)
+                part = file.tensors[path].part(start, model[name].shape)
                 parts[kind].setdefault(name, []).append(part)
     counts = {
-        _scalar(file, _ADAM + "step") for file in opened if _BUFFERS["exp_avg"] in file.headers()
+        _scalar(file, _ADAM + "step") for file in opened if _BUFFERS["exp_avg"] in file.tensors
     }
     updates = next(iter(counts)) if len(counts) == 1 else None
     if updates is None or updates != int(updates) or updates < 0:
@@ -128,7 +128,7 @@ def optimizer_parts(source: Path, unpickler: Unpickler, ranks: Ranks) -> Shards:
 
 
 def _located(
-    source: Path, shards: Sequence[TorchFile], model: Mapping[str, StoredPart]
+    shards: Sequence[TorchFile], model: Mapping[str, StoredPart]
 ) -> dict[str, tuple[TorchFile, int]]:
     """(file, first number) of each parameter of a tensor and pipeline rank."""
     lengths = [_length(file) for file in shards]
@@ -151,23 +151,25 @@ def _located(
 
 def _length(file: TorchFile) -> int:
     """Numbers in each flat buffer of a file, 0 where it has none."""
-    headers = file.headers()
     flat = [
-        name for name in headers if name.startswith(("flat_fp32_weights.", "base_optim_states."))
+        name
+        for name in file.tensors
+        if name.startswith(("flat_fp32_weights.", "base_optim_states."))
     ]
     several = sorted(
         name
         for name in flat
         if name not in _BUFFERS.values()
         and name != _ADAM + "step"
-        and math.prod(headers[name][1]) > 0
+        and math.prod(file.tensors[name].shape) > 0
     )
     if several:
         raise ConversionError(
             f"{file.path}: {several[0]}: several groups of parameters, or another optimizer than "
             f"Adam, are not read; {_REMEDY}"
         )
-    layouts = {headers.get(path) for path in _BUFFERS.values()}
+    buffers = [file.tensors.get(path) for path in _BUFFERS.values()]
+    layouts = {buffer and (buffer.dtype, buffer.shape) for buffer in buffers}
     if layouts == {None}:
         return 0
     dtype, shape = layouts.pop() or (None, ())
@@ -211,7 +213,7 @@ def _same_weights(
     locations: Mapping[str, tuple[TorchFile, int]], model: Mapping[str, StoredPart]
 ) -> bool:
     for name, (file, start) in locations.items():
-        part = StoredPart(file, _BUFFERS["fp32_param"], model[name].shape, start)
+        part = file.tensors[_BUFFERS["fp32_param"]].part(start, model[name].shape)
         if not torch.equal(part.read().to(model[name].dtype), model[name].read()):
             return False
     return True
@@ -219,8 +221,8 @@ def _same_weights(
 
 def _scalar(file: TorchFile, path: str) -> float | None:
     """A number of a file, whether it is a tensor there or a plain value."""
-    if path in file.headers():
-        tensor = file.read(path)
+    if path in file.tensors:
+        tensor = file.tensors[path].read()
         value: Any = float(tensor) if tensor.numel() == 1 else None
     else:
         value = file.values
@@ -233,9 +235,7 @@ def _scalar(file: TorchFile, path: str) -> float | None:
     return float(value)
 
 
-def run_state(
-    source: Path, unpickler: Unpickler, run: Config, model: ModelConfig, shards: Shards
-) -> RunState:
+def run_state(source: Path, run: Config, model: ModelConfig, shards: Shards) -> RunState:
     """Counters of the run. `run`: its flags; what InternLM does not save follows from them."""
     differ = architecture.differences(model, run.model)
     if differ:
@@ -244,7 +244,7 @@ def run_state(
             for difference in differ
         )
         raise ConversionError(f"{source}: {lines}; give the flags of this run")
-    context = unpickler.read(source / CONTEXT).values
+    context = read_file(source / CONTEXT).values
     for name in ("batch_count", "step_count"):
         if type(context.get(name)) is not int or not 0 <= context[name] < 1 << 48:
             raise ConversionError(

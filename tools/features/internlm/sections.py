@@ -53,6 +53,8 @@ class Section:
         self.name = name
         self.unread = dict(values)
         self.args = args
+        self.flag = args.flag
+        self.note = args.note
 
     def take(
         self,

@@ -118,40 +118,39 @@ def _top(values: Mapping[str, Any], args: Args) -> str:
 
 
 def _model(model: Section, kind: str) -> str:
-    args = model.args
     newer = kind != MODELS[0]
     biases = not newer or not model.switch("no_bias", False)
     family = "Llama 2" if kind == "LLAMA2" else "InternLM2" if newer else "InternLM"
     where = "biases on attention alone" if biases else "no biases"
-    args.section(f"Architecture: {family}'s, with {where}")
+    model.args.section(f"Architecture: {family}'s, with {where}")
     hidden, layers, heads = (
         model.integer(key, default, 1)
         for key, default in (("hidden_size", 2048), ("num_layers", 48), ("num_attention_heads", 32))
     )
-    args.flag("--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads)
+    model.flag("--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads)
     _mlp(model, hidden)
     norm = model.text("norm_type", "rmsnorm")
-    args.flag(
+    model.flag(
         "--normalization",
         "RMSNorm" if norm == "rmsnorm" else "LayerNorm",
         "--norm-epsilon",
         float(model.number("layer_norm_epsilon", 1e-5)),
     )
-    args.flag("--position-embedding-type rope --untie-embeddings-and-output-weights")
-    args.flag("--disable-bias-linear", *["--add-qkv-bias --add-attention-output-bias"] * biases)
+    model.flag("--position-embedding-type rope --untie-embeddings-and-output-weights")
+    model.flag("--disable-bias-linear", *["--add-qkv-bias --add-attention-output-bias"] * biases)
     model.only(
         "use_scaled_init",
         True,
         "only the layer-wise deviations are built in (--init-scheme internlm)",
     )
-    args.flag("--init-scheme internlm2" if newer else "--init-scheme internlm")
-    args.flag(
+    model.flag("--init-scheme internlm2" if newer else "--init-scheme internlm")
+    model.flag(
         "--tokenizer-type NullTokenizer --vocab-size",
         model.integer("vocab_size", 50304, 1),
         "--make-vocab-size-divisible-by 1",
         why="samples are tokens already; no padding",
     )
-    args.flag(
+    model.flag(
         "--hidden-dropout",
         model.number("drop_rate", 0),
         "--attention-dropout",
@@ -159,13 +158,13 @@ def _model(model: Section, kind: str) -> str:
     )
     scale = model.number("embed_grad_scale", 1)
     if scale != 1:
-        args.flag("--embed-grad-scale", scale)
+        model.flag("--embed-grad-scale", scale)
     dtype = _dtype_and_memory(model)
     if newer:
         _newer_model(model, kind, heads)
     else:
         if model.switch("qk_interleaved", False):
-            args.flag("--rotary-interleaved")
+            model.flag("--rotary-interleaved")
         model.only(
             "num_kv_attention_heads",
             heads,
@@ -179,22 +178,21 @@ def _mlp(model: Section, hidden: int) -> None:
     ratio = model.number("mlp_ratio", 4.0)
     model.only("use_swiglu", True, "InternLM's gelu MLP is not translated")
     if ratio == 8 / 3:
-        model.args.flag("--swiglu --ffn-multiple-of", 256)
+        model.flag("--swiglu --ffn-multiple-of", 256)
         return
     width = -(-int(hidden * ratio) // 256) * 256
-    model.args.flag("--swiglu --ffn-hidden-size", width, why=f"mlp_ratio {ratio:g}")
+    model.flag("--swiglu --ffn-hidden-size", width, why=f"mlp_ratio {ratio:g}")
 
 
 def _dtype_and_memory(model: Section) -> str:
     """The dtype of weights and of residuals, what is recomputed, how many virtual stages."""
-    args = model.args
     dtype = model.take(
         "dtype", "torch.float16", lambda v: v in [*DTYPES], "one of " + ", ".join(DTYPES)
     )
     for word in DTYPES[dtype]:
-        args.flag(word)
+        model.flag(word)
     if model.switch("residual_in_fp32", False):
-        args.flag("--fp32-residual-connection")
+        model.flag("--fp32-residual-connection")
     checkpoint = model.take(
         "checkpoint",
         False,
@@ -202,10 +200,10 @@ def _dtype_and_memory(model: Section) -> str:
         "True, False or a share between 0 and 1",
     )
     if checkpoint:
-        args.flag("--recompute-fraction", float(checkpoint))
+        model.flag("--recompute-fraction", float(checkpoint))
     chunks = model.integer("num_chunks", 1, 1)
     if chunks > 1:
-        args.flag("--num-virtual-stages-per-pipeline-rank", chunks)
+        model.flag("--num-virtual-stages-per-pipeline-rank", chunks)
     return dtype
 
 
@@ -226,15 +224,14 @@ def _without_flag(model: Section) -> None:
 
 def _newer_model(model: Section, kind: str, heads: int) -> None:
     """What InternLM2 and Llama 2 have beyond InternLM."""
-    args = model.args
     groups = model.integer("num_kv_attention_heads", heads, 1) or heads
     if groups != heads:
-        args.flag("--group-query-attention --num-query-groups", groups)
+        model.flag("--group-query-attention --num-query-groups", groups)
     if not model.switch("adapt_hf", kind == "INTERNLM2_PUBLIC"):
-        args.flag("--rotary-interleaved", why="adapt_hf=False: pairs of neighbours are rotated")
+        model.flag("--rotary-interleaved", why="adapt_hf=False: pairs of neighbours are rotated")
     base = model.number("rope_base", 10000)
     if base != 10000:
-        args.flag("--rotary-base", base)
+        model.flag("--rotary-base", base)
     for name in INIT_STDS:
         model.only(name, 0.02, "only the default is built in (--init-scheme internlm2)")
     model.only("init_type", "normal", "only normal initial values are built in")
@@ -245,8 +242,7 @@ def _newer_model(model: Section, kind: str, heads: int) -> None:
 def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
     """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of
     it)}."""
-    args = parallel.args
-    args.section(f"Layout of {world_size} ranks")
+    parallel.args.section(f"Layout of {world_size} ranks")
 
     sequence = parallel.switch("sequence_parallel", False)
     tensor, mode = _axis(parallel, "tensor")
@@ -256,7 +252,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         parallel.refuse(
             "weight", weight, "weight parallelism (isp) is not built in; use tensor with mtp or msp"
         )
-    args.flag(
+    parallel.flag(
         "--tensor-model-parallel-size",
         tensor,
         "--pipeline-model-parallel-size",
@@ -266,7 +262,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
     zero = _zero_size(parallel)
     dp, remainder = divmod(world_size, tensor * pipeline)
     if remainder or not dp:
-        args.problems.append(
+        parallel.args.problems.append(
             f"parallel: {world_size} ranks (--world-size) are not a multiple of tensor {tensor} x "
             f"pipeline {pipeline}; give the number of ranks of the run"
         )
@@ -276,7 +272,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         parallel.refuse("zero1", zero, f"the {dp} data-parallel ranks are not a multiple of it")
     if zero > 1:
         instances = ["--num-distributed-optimizer-instances", dp // zero] if zero < dp else []
-        args.flag("--use-distributed-optimizer", *instances)
+        parallel.flag("--use-distributed-optimizer", *instances)
     return {"dp": dp, "zero": zero}
 
 
@@ -323,32 +319,33 @@ def _zero_size(parallel: Section) -> int:
 
 
 def _data(data: Section, dp: int) -> None:
-    args = data.args
-    args.section("Data and batch")
+    data.args.section("Data and batch")
     length = data.integer("seq_len", None, 1)
     micro = data.integer("micro_bsz", 1, 1)
     count = data.integer("micro_num", 1, 1)
     if length is None:
-        args.problems.append("data.seq_len: is missing; give the tokens of one attention segment")
-    args.flag("--seq-length", length, "--max-position-embeddings", length)
-    args.flag(
+        data.args.problems.append(
+            "data.seq_len: is missing; give the tokens of one attention segment"
+        )
+    data.flag("--seq-length", length, "--max-position-embeddings", length)
+    data.flag(
         "--micro-batch-size",
         micro,
         "--global-batch-size",
         micro * count * dp,
         why=f"micro_bsz {micro} x micro_num {count} x {dp} data-parallel ranks",
     )
-    args.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
+    data.flag("--packed-samples", *["--pack-into-one"] * data.switch("pack_sample_into_one", False))
     validation = _data_paths(data)
     steps = data.integer("total_steps", None, 1)
     if steps is None:
-        args.problems.append("data.total_steps: is missing; give the steps of the run")
-    args.flag("--train-iters", steps)
+        data.args.problems.append("data.total_steps: is missing; give the steps of the run")
+    data.flag("--train-iters", steps)
     _validation(data, validation)
     _skipped(data)
     _rampup(data)
     if gc := data.integer("empty_cache_and_diag_interval", 0):
-        args.flag("--manual-gc --manual-gc-interval", gc)
+        data.flag("--manual-gc --manual-gc-interval", gc)
     data.only("min_length_dict", {}, "lengths by file are not built in; use min_length")
     data.only("type", "tokenized", "only tokenized files are read")
     data.ignore(
@@ -370,21 +367,20 @@ def _data(data: Section, dp: int) -> None:
 
 def _data_paths(data: Section) -> str | None:
     """Where the samples are; the folder of the validation."""
-    args = data.args
     least = data.integer("min_length", 0)
     folder = data.text("train_folder")
     validation = data.text("valid_folder")
     if folder is None:
-        args.flag(
+        data.flag(
             "--dummy-data internlm",
             why="no train_folder: the generated samples of the demos, short ones too",
         )
     else:
         if least:
-            args.flag("--min-sample-length", least)
-        args.flag("--train-data-path", folder)
+            data.flag("--min-sample-length", least)
+        data.flag("--train-data-path", folder)
         if validation:
-            args.flag(
+            data.flag(
                 "--valid-data-path",
                 validation,
                 "--multiple-validation-sets",
@@ -394,15 +390,14 @@ def _data_paths(data: Section) -> str | None:
 
 
 def _validation(data: Section, folder: str | None) -> None:
-    args = data.args
     every = data.integer("valid_every", 0)
     data.ignore(
         "valid_micro_num", why="a validation reads all of it, in batches of the training's size"
     )
     if every and folder:
-        args.flag("--eval-interval", every, "--full-validation")
+        data.flag("--eval-interval", every, "--full-validation")
     else:
-        args.flag(
+        data.flag(
             "--eval-iters", 0, why="no valid_folder: no validation" if every else "valid_every 0"
         )
 
@@ -417,7 +412,7 @@ def _rampup(data: Section) -> None:
                 "must be three whole numbers: start, increment, steps of each",
             )
         else:
-            data.args.flag("--rampup-micro-batches", *ramp.split())
+            data.flag("--rampup-micro-batches", *ramp.split())
 
 
 def _skipped(data: Section) -> None:
@@ -433,34 +428,32 @@ def _skipped(data: Section) -> None:
             data.refuse("skip_batches", text, f"{part!r} is neither a batch nor a range first-last")
             return
         ranges += [int(match[1]) + 1, int(match[2] or match[1]) + 1]
-    data.args.flag("--train-range-to-skip", *ranges, why=f"batches {text}, which count from 0")
+    data.flag("--train-range-to-skip", *ranges, why=f"batches {text}, which count from 0")
 
 
 def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype: str) -> None:
-    args = sections["adam"].args
-    args.section("Optimizer")
+    sections["adam"].args.section("Optimizer")
     _learning_rate(sections["adam"], sections["lr_scheduler"])
     _adam(sections["adam"], sections["beta2_scheduler"])
     smoothing = sections["loss"].number("label_smoothing", 0)
     if smoothing:
-        args.flag("--label-smoothing", smoothing)
+        sections["adam"].flag("--label-smoothing", smoothing)
     sections["loss"].ignore("moe_loss_coeff", why="there are no experts")
     zero = sections["hybrid_zero_optimizer"]
-    args.flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
+    sections["adam"].flag("--clip-grad", float(zero.number("clip_grad_norm", 0.0)))
     gradients = zero.switch("overlap_sync_grad", False) | zero.switch(
         "zero_overlap_communication", False
     )
     if gradients and layout["dp"] > 1:
-        args.flag("--overlap-grad-reduce")
+        sections["adam"].flag("--overlap-grad-reduce")
     _zero_partition(zero, layout, gradients)
     if bucket := zero.integer("reduce_bucket_size", 0):
-        args.flag("--ddp-bucket-size", bucket)
+        sections["adam"].flag("--ddp-bucket-size", bucket)
     _scaler(sections["grad_scaler"], dtype)
 
 
 def _learning_rate(adam: Section, rate: Section) -> None:
-    args = adam.args
-    args.flag(
+    adam.flag(
         "--lr",
         adam.number("lr", 1e-4),
         "--min-lr",
@@ -469,28 +462,27 @@ def _learning_rate(adam: Section, rate: Section) -> None:
     )
     total = rate.integer("total_steps", None, 1)
     if total is None:
-        args.problems.append(
+        adam.args.problems.append(
             "lr_scheduler.total_steps: is missing; give the steps of the whole schedule"
         )
         total = 1
-    args.flag("--lr-decay-iters", total)
+    adam.flag("--lr-decay-iters", total)
     warmup = int(total * rate.number("warmup_ratio", 0.0))
     if warmup:
-        args.flag(
+        adam.flag(
             "--lr-warmup-iters",
             warmup,
             "--lr-warmup-first-step",
             why="InternLM's first step has lr / warm-up",
         )
     if init := rate.integer("init_steps", 0):
-        args.flag("--lr-init-iters", init)
+        adam.flag("--lr-init-iters", init)
     rate.only("last_epoch", -1, "a schedule continues by --load, not from a number")
 
 
 def _adam(adam: Section, beta2: Section) -> None:
-    args = adam.args
     beta2_start = adam.number("adam_beta2", 0.95)
-    args.flag(
+    adam.flag(
         "--adam-beta1",
         adam.number("adam_beta1", 0.9),
         "--adam-beta2",
@@ -500,9 +492,9 @@ def _adam(adam: Section, beta2: Section) -> None:
     )
     c = beta2.number("c", adam.number("adam_beta2_c", 0))
     if c > 0:
-        args.flag("--adam-beta2-schedule-c", c)
+        adam.flag("--adam-beta2-schedule-c", c)
     beta2.take("cur_iter", -1, lambda v: v in (-1, 0), "-1: the schedule continues by --load")
-    args.flag(
+    adam.flag(
         "--weight-decay",
         adam.number("weight_decay", 0.01),
         "--apply-wd-to-all",
@@ -512,18 +504,17 @@ def _adam(adam: Section, beta2: Section) -> None:
 
 def _zero_partition(zero: Section, layout: Mapping[str, int], gradients: bool) -> None:
     """Who has which optimizer state: overlap_sync_param chooses InternLM's rule."""
-    args = zero.args
     if layout["zero"] <= 1:
         zero.ignore("overlap_sync_param", why="goes with a zero1 of more than 1 alone")
     elif zero.switch("overlap_sync_param", False):
-        args.flag(
+        zero.flag(
             "--zero-partition whole-params",
             why="overlap_sync_param: whole parameters in the model's order",
         )
         if gradients:
-            args.flag("--overlap-param-gather")
+            zero.flag("--overlap-param-gather")
     else:
-        args.note(
+        zero.note(
             "optimizer state is split evenly; InternLM without overlap_sync_param gives out "
             "whole parameters by size"
         )
@@ -551,16 +542,15 @@ def _scaler(scaler: Section, dtype: str) -> None:
     ]
     fp16.done()
     if DTYPES[dtype] == ["--fp16"]:
-        scaler.args.flag(*(word for pair in values for word in pair))
+        scaler.flag(*(word for pair in values for word in pair))
     elif dtype == "torch.bfloat16":
-        scaler.args.note(
+        scaler.note(
             "grad_scaler: bf16 needs no loss scale; InternLM multiplies by one all the same"
         )
 
 
 def _checkpoints(ckpt: Section) -> None:
-    args = ckpt.args
-    args.section("Checkpoints")
+    ckpt.args.section("Checkpoints")
     saves = ckpt.switch("enable_save_ckpt", True)
     save = _folder(ckpt, "save_ckpt_folder")
     every = ckpt.integer("checkpoint_every", 0)
@@ -571,19 +561,19 @@ def _checkpoints(ckpt: Section) -> None:
     ahead = ckpt.switch("async_upload", False)
     if saves and save:
         if not every:
-            args.problems.append(
+            ckpt.args.problems.append(
                 "ckpt.checkpoint_every: is missing; give the steps between checkpoints"
             )
-        args.flag("--save", save, "--save-interval", every)
+        ckpt.flag("--save", save, "--save-interval", every)
         if ahead and save.startswith("s3://"):
-            args.flag("--async-save")
+            ckpt.flag("--async-save")
         if snapshot and often > 1:
-            args.flag("--snapshot-interval", often, "--snapshot-dir", snapshot)
+            ckpt.flag("--snapshot-interval", often, "--snapshot-dir", snapshot)
     else:
-        args.note("enable_save_ckpt is False: nothing is saved")
+        ckpt.note("enable_save_ckpt is False: nothing is saved")
     if resume:
         if saves and save:
-            args.flag(
+            ckpt.flag(
                 "--load",
                 save,
                 why="auto_resume: resumes where the last run stopped, if there was one",
@@ -598,7 +588,7 @@ def _checkpoints(ckpt: Section) -> None:
     else:
         _load(ckpt)
     if control := ckpt.text("stop_file_path"):
-        args.flag("--control-file", control)
+        ckpt.flag("--control-file", control)
     ckpt.ignore(
         "async_upload_tmp_folder",
         why="uploads are staged by the run itself",
@@ -613,7 +603,6 @@ def _checkpoints(ckpt: Section) -> None:
 def _load(ckpt: Section) -> None:
     """What a run without auto_resume begins with: load_ckpt_info, else the older keys, as InternLM
     reads them."""
-    args = ckpt.args
     info = ckpt.take(
         "load_ckpt_info", None, lambda v: v is None or isinstance(v, Mapping), "a dict"
     )
@@ -622,12 +611,12 @@ def _load(ckpt: Section) -> None:
         return
     model_only = set(content) == {"model"}
     if CHECKPOINT_TYPES[kind] == "hf-import" and not model_only:
-        args.problems.append(
+        ckpt.args.problems.append(
             f"ckpt.load_ckpt_info.content = {content!r}: a checkpoint of type {kind} has weights "
             'alone; give ("model",)'
         )
     optimizer = bool({"all", "optimizer"} & set(content))
-    args.flag(
+    ckpt.flag(
         "--load",
         folder,
         *["--finetune"] * model_only,
@@ -635,7 +624,7 @@ def _load(ckpt: Section) -> None:
         "--exit-on-missing-checkpoint",
     )
     tool = CHECKPOINT_TYPES[kind]
-    args.note(
+    ckpt.note(
         "a checkpoint of another suite is converted first: python tools/convert_checkpoint.py "
         f"{tool} {folder} DIR, and --load DIR here"
         + " (--args FILE, this file, converts the optimizer too)"
@@ -701,5 +690,5 @@ def _folder(section: Section, key: str) -> str | None:
     if backend != "boto3" or not match:
         section.refuse(key, value, "only local: and boto3:s3://bucket.address/path are translated")
         return None
-    section.args.note(f"{key}: the endpoint was {match[2]}; set AWS_ENDPOINT_URL to it")
+    section.note(f"{key}: the endpoint was {match[2]}; set AWS_ENDPOINT_URL to it")
     return f"s3://{match[1]}{match[3] or ''}"

@@ -23,7 +23,7 @@ from megatron.data.pair_checksums import write_sums
 from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.metadata import json_path
 from megatron.features.internlm.token_files import JsonlTokens, JsonlWriter, meta_path
-from tools.shared.program import Command, complain, run_command
+from tools.shared.program import Command, run_command
 from tools.shared.progress import Progress
 
 
@@ -113,7 +113,7 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         yield path, os.path.join(out, os.path.relpath(path, folder))[:-4]
 
 
-def convert(options: ToInternLM) -> None:
+def convert(options: ToInternLM) -> int:
     """All files; a line on stdout for each, and progress within long ones on stderr."""
     jobs = list(outputs(options.folder, options.out, type(options)))
     totals = np.zeros(2, np.int64)
@@ -140,15 +140,6 @@ def convert(options: ToInternLM) -> None:
             flush=True,
         )
     print(f"{len(jobs)} files, {totals[0]:,} samples, {totals[1]:,} tokens", flush=True)
-
-
-def run(options: ToInternLM) -> int:
-    """Convert, and say what went wrong; the exit code."""
-    try:
-        convert(options)
-    except (ValueError, OSError) as error:
-        complain(error)
-        return 1
     return 0
 
 
@@ -156,10 +147,10 @@ COMMANDS = {
     "to-megatron": Command(
         "write X.bin, X.idx and X.json for every X.bin with X.bin.meta below FOLDER",
         ToMegatron,
-        run,
+        convert,
     ),
     "to-internlm": Command(
-        "write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, run
+        "write X.bin and X.bin.meta for every X.bin with X.idx below FOLDER", ToInternLM, convert
     ),
 }
 

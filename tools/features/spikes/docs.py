@@ -7,13 +7,10 @@ checkpoint of the run.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 
 from megatron.analysis.log_reader import without_nan
-from megatron.arguments import Problems
 from tools import inspect_data
 from tools.features.spikes.options import DocsOptions
 from tools.features.spikes.suspects import Suspect, batch_rows, height, neighbours, suspects, usual
@@ -27,15 +24,11 @@ def docs(args: DocsOptions) -> int:
     try:
         if args.order == "loss" and (args.doc is not None or args.run is None):
             raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
-        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
-            reading = open_run(args.run, args.flags, args.iteration, args.world_size)
-            if args.doc is not None:
-                shown = inspect_data.find_document(reading, args.doc, args.prefix)
-            else:
-                ranked, state = _ranked(reading, args)
-    except Problems as error:
-        complain(error)
-        return 2
+        reading = open_run(args.run, args.flags, args.iteration, args.world_size)
+        if args.doc is not None:
+            shown = inspect_data.find_document(reading, args.doc, args.prefix)
+        else:
+            ranked, state = _ranked(reading, args)
     except (ValueError, OSError) as error:
         complain(error)
         return 2

@@ -12,7 +12,6 @@ import dataclasses
 import io
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,9 +40,8 @@ from tools.features.spikes.suspects import (
     usual,
 )
 from tools.shared.program import complain
+from tools.shared.progress import Progress
 from tools.shared.run_data import Reading, open_run
-
-SECONDS = 5.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,8 @@ class State:
 
 def open_state(path: str, step: int | None, device: str = "auto") -> State:
     """The model of a checkpoint. Raises ValueError or CheckpointError."""
-    trained = open_trained_model(path, step, device=device, dtype="fp32")
+    with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its model
+        trained = open_trained_model(path, step, device=device, dtype="fp32")
     d = trained.config.data
     return State(
         trained,
@@ -102,29 +101,6 @@ class Replayed:
 
 
 Row = tuple[Replayed, np.ndarray]  # with the loss of each token
-
-
-class Progress:
-    """Lines on stderr, now and then."""
-
-    def __init__(self, total: int):
-        self._total = total
-        self._done = 0
-        self._start = time.monotonic()
-        self._reported = time.monotonic()
-
-    def step(self) -> None:
-        """One more is done."""
-        self._done = self._done + 1
-        now = time.monotonic()
-        if now - self._reported >= SECONDS:
-            remaining = (now - self._start) / self._done * (self._total - self._done)
-            print(
-                f"  {self._done} of {self._total} iterations, {remaining:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._reported = now
 
 
 def check_replayable(reading: Reading) -> None:
@@ -206,9 +182,7 @@ def replay(args: ReplayOptions) -> int:
     0, 2 unreadable."""
     threads.set_waiting()
     try:
-        # what training would log of its data and model
-        with contextlib.redirect_stdout(io.StringIO()):
-            reading, wanted, state, other_state = opened(args)
+        reading, wanted, state, other_state = opened(args)
         around = neighbours(reading, wanted.start, wanted.stop - 1)
         samples, highest = _replayed(reading, wanted, around, state, other_state, args)
         if not args.json:
@@ -229,7 +203,8 @@ def _replayed(
 ) -> tuple[list[Replayed], list[Row]]:
     """Every sample of the range and of its neighbours, and those of the range with the highest
     losses. Prints one line per iteration, or per sample, as they come."""
-    progress = Progress(len(wanted) + len(around))
+    progress = Progress(0)
+    start = time.monotonic()
     replayed: list[Replayed] = []
     highest: list[Row] = []
     measures = usual(reading, around) if args.json else []
@@ -241,10 +216,12 @@ def _replayed(
         )
         also = f" and {other_state.directory}" if other_state else ""
         print(f"{iterations} at {state.directory}{also}, forward only", flush=True)
-    for iteration in [*wanted, *([] if args.json else around)]:
+    count = len(wanted) + len(around)
+    for number, iteration in enumerate([*wanted, *([] if args.json else around)], 1):
         rows = replay_iteration(reading, iteration, state, other_state)
         replayed += [row for row, _ in rows]
-        progress.step()
+        remaining = (time.monotonic() - start) / number * (count - number)
+        progress.update(0, f"  {number} of {count} iterations, {remaining:.0f} s left")
         if iteration not in wanted:
             continue
         highest = sorted(highest + rows, key=lambda row: -height(row[0].loss))[: args.top]
@@ -255,6 +232,7 @@ def _replayed(
                 )
         else:
             print(_line(iteration, [row for row, _ in rows]), flush=True)
+    progress.clear()
     return replayed, highest
 
 

@@ -3,13 +3,11 @@ Reads ledgers and, of skipped iterations, the data."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import Problems, values_of
+from megatron.arguments import values_of
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.data.ledger import SKIPPED, read_ledger
 from megatron.data.sampler import Sampler
@@ -104,8 +102,7 @@ class Data:
         self.last = self._last[0]
 
     def _open(self, run: str | None, flags: Sequence[str] | None = None) -> Opened:
-        with contextlib.redirect_stdout(io.StringIO()):  # what training would log of its data
-            opened = open_run(run, flags, None, self._args.world_size)
+        opened = open_run(run, flags, None, self._args.world_size)
         return opened, opened.samplers()
 
     def reading_at(self, iteration: int, samples: tuple[int, int]) -> Opened:
@@ -196,9 +193,6 @@ def verify(args: VerifyOptions) -> int:
             + (f", and are those of {args.reference}" if reference else ""),
             hashes_of_skipped(table, reference, data),
         )
-    except Problems as error:
-        complain(error)
-        return UNREADABLE
     except (ValueError, OSError, CheckpointError) as error:
         complain(error)
         return UNREADABLE
