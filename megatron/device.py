@@ -318,6 +318,23 @@ def pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
+def has_graphs(device: torch.device) -> bool:
+    """Whether kernels can be recorded there (`record`)."""
+    return device.type == "cuda"
+
+
+def record(region: Callable[[], Any], other: Any = None) -> tuple[Any, Any]:
+    """A CUDA graph of the kernels of `region`, none of which runs now, and the region's result,
+    which each `replay()` of the graph overwrites. It shares memory with an `other` graph that never
+    runs at the same time."""
+    graph = torch.cuda.CUDAGraph()
+    pool = None if other is None else other.pool()
+    # other threads may go on calling CUDA
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = region()
+    return graph, result
+
+
 def start_capture(device: torch.device) -> None:
     """Open the range of an outside profiler (nsys -c cudaProfilerApi); nothing on other devices."""
     if device.type == "cuda":

@@ -3,7 +3,7 @@ batching)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,7 +145,7 @@ class Engine:
             generation.cached += len(tokens)
             budget -= len(tokens)
             if generation.cached == len(generation.tokens):
-                new += self._choose(logits, [generation])
+                new += self._choose(logits, {0: generation})
         return new
 
     def _shorten(self, generation: Generation) -> None:
@@ -159,37 +159,39 @@ class Engine:
     def _decode(self, decoding: list[Generation]) -> list[tuple[Generation, NewToken | None]]:
         """One token more. The rows are computed up to the last of these; what others have there
         is overwritten when they are read on."""
-        rows = 1 + max(self._running.index(generation) for generation in decoding)
-        running = self._running[:rows]
+        ready = {self._running.index(generation): generation for generation in decoding}
+        running = self._running[: 1 + max(ready)]
         starts = [min(generation.cached, self.length - 1) for generation in running]
         tokens = [
             [generation.tokens[start]] for generation, start in zip(running, starts, strict=True)
         ]
         logits = self._model.forward(tokens, starts)
-        if len(decoding) < rows:
-            logits = logits[[self._running.index(generation) for generation in decoding]]
         for generation in decoding:
             generation.cached += 1
-        return self._choose(logits, decoding)
+        return self._choose(logits, ready)
 
     def _choose(
-        self, logits: torch.Tensor, generations: list[Generation]
+        self, logits: torch.Tensor, generations: Mapping[int, Generation]
     ) -> list[tuple[Generation, NewToken | None]]:
-        """The next token of each, from logits [b, vocab]. The finished ones leave their rows: they
-        have no token that the next forward pass could read."""
+        """The next token of each, from its row of logits [b, vocab], with one read from the device.
+        The finished ones leave their rows: they have no token that the next forward pass could
+        read."""
+        device = logits.device
+        requests = [generation.request for generation in generations.values()]
+        if not all(each.sampling.takes_largest and each.logprobs is None for each in requests):
+            logits = logits.cpu()
         chosen = logits.argmax(-1).tolist()
-        for i, generation in enumerate(generations):
+        for row, generation in generations.items():
             sampling = generation.request.sampling
-            if sampling.temperature or sampling.repetition_penalty != 1.0:
-                chosen[i] = choose(logits[i], sampling, generation.generator, generation.tokens)
+            if not sampling.takes_largest:
+                chosen[row] = choose(logits[row], sampling, generation.generator, generation.tokens)
         if self._tp.size > 1:
-            device = logits.device
             chosen = broadcast_(torch.tensor(chosen, device=device), self._tp).tolist()
         new = [
-            (generation, self._advance(generation, token, row))
-            for generation, token, row in zip(generations, chosen, logits, strict=True)
+            (generation, self._advance(generation, chosen[row], logits[row]))
+            for row, generation in generations.items()
         ]
-        for generation in generations:
+        for generation in generations.values():
             if generation.finish_reason:
                 self.remove(generation)
         return new

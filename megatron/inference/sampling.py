@@ -22,6 +22,11 @@ class Sampling:
     top_k: int = 0
     repetition_penalty: float = 1.0
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the next token is that of the largest logit."""
+        return self.temperature == 0.0 and self.repetition_penalty == 1.0
+
     def problems(self) -> list[str]:
         """Everything that is wrong with these settings, one line each."""
         problems = []

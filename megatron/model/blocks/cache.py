@@ -13,16 +13,17 @@ class CachedTokens:
     """Where the tokens of one call are in the cache and which positions they see; the same for
     every layer.
 
-    positions [b, s]. slots [b * s]: their places in the cache as a list of positions. visible [b,
-    1, s, end]: None where every token sees all of `end` positions, or with `causal` those up to
-    itself.
+    starts: the first position of each row, of which some need no mask; None for a mask whatever
+    they are. positions [b, s]. slots [b * s]: their places in the cache as a list of positions.
+    visible [b, 1, s, end]: None where every token sees all of `end` positions, or with `causal`
+    those up to itself.
     """
 
     def __init__(
         self,
         row: int,
         length: int,
-        starts: Sequence[int],
+        starts: Sequence[int] | None,
         positions: torch.Tensor,
         end: int,
     ):
@@ -31,11 +32,12 @@ class CachedTokens:
         self.positions = positions
         self.rows = slice(row, row + b)
         self.end = min(end, length)
-        self.causal = max(starts) == 0 and s > 1
+        self.causal = starts is not None and max(starts) == 0 and s > 1
+        alike = starts is not None and s == 1 and min(starts) == max(starts)
         rows = torch.arange(row, row + b, device=device).unsqueeze(1)
         self.slots = (rows * length + positions).flatten()
         self.visible = None
-        if not self.causal and (s > 1 or min(starts) != max(starts)):
+        if not (self.causal or alike):
             ids = torch.arange(self.end, device=device)
             self.visible = (ids <= positions.unsqueeze(-1)).unsqueeze(1)
 
