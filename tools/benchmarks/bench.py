@@ -14,15 +14,15 @@ of two.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import os
-import platform
 import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,20 +31,22 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT), str(FOLDER), str(FOLDER / "step")]
 
-from cases import data, generate, parts, program, step  # noqa: E402, F401
+from cases import generate, parts, programs, step  # noqa: E402, F401
 from harness import (  # noqa: E402
     PEERS,
     REGISTRY,
-    Benchmark,
     Case,
-    Disagreement,
+    Failed,
     Setup,
     aligned,
+    commit_of,
+    parameters,
     run_case,
 )
-from processes import OutOfMemory, WorkerFailed, commit_of  # noqa: E402
 
-from tools.shared.program import complain
+from tools.shared.program import complain  # noqa: E402
+
+Asked = tuple[Callable[..., Iterator[Case]], dict[str, list[str]]]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -71,10 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="another checkout of this repository, C++ built, that takes part; may be repeated",
     )
     add("--rounds", type=int, default=5, help="turns of each side (default: 5)")
-    add("--threads", type=int, help="CPU threads of each process (default: torch's)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of the training step")
     add("--small", action="store_true", help="the smallest sizes, to try a benchmark")
-    add("--folder", metavar="DIR", help="where files are written (default: the temporary folder)")
     add("--json", type=argparse.FileType("w"), metavar="FILE", help="write all figures there")
     return parser
 
@@ -93,46 +93,45 @@ def checkout(text: str) -> Path:
     return tree
 
 
-def read_words(words: Sequence[str]) -> list[tuple[Benchmark, dict[str, list[str]]]]:
+def read_words(words: Sequence[str]) -> list[Asked]:
     """The benchmarks that are asked for, with their parameters. Raises ValueError."""
-    asked: list[tuple[Benchmark, dict[str, list[str]]]] = []
+    asked: list[Asked] = []
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             if name not in REGISTRY:
                 raise ValueError(f"{name!r} is none of {', '.join(REGISTRY)}")
             asked.append((REGISTRY[name], {}))
-        elif not asked or name not in asked[-1][0].parameters:
-            known = ", ".join(asked[-1][0].parameters) if asked else "none: give a benchmark first"
-            raise ValueError(f"{word!r}: the parameters are {known}")
-        else:
-            asked[-1][1].setdefault(name, []).append(value)
+            continue
+        known = parameters(asked[-1][0]) if asked else {"none": "give a benchmark first"}
+        if not asked or name not in known:
+            raise ValueError(f"{word!r}: the parameters are {', '.join(known)}")
+        asked[-1][1].setdefault(name, []).append(value)
     return asked
 
 
-def cases_of(benchmark: Benchmark, requested: dict[str, list[str]], setup: Setup) -> Iterator[Case]:
-    """The cases of every combination of its parameters. Raises ValueError for a value that is
-    none."""
+def cases_of(asked: Asked, setup: Setup) -> Iterator[Case]:
+    """The cases of every combination of parameters. Raises ValueError for a value that is none."""
+    function, requested = asked
     values: dict[str, Sequence[Any]] = {}
-    for name, default in benchmark.parameters.items():
+    for name, default in parameters(function).items():
         usual = default if isinstance(default, tuple) else (default,)
         kind = type(usual[0])
-        values[name] = [kind(text) for text in requested[name]] if name in requested else usual
-        if setup.small and name not in requested:
-            values[name] = usual[:1]
+        values[name] = usual[:1] if setup.small else usual
+        if name in requested:
+            values[name] = [kind(text) for text in requested[name]]
     for chosen in itertools.product(*values.values()):
-        yield from benchmark.cases(setup, **dict(zip(values, chosen, strict=True)))
+        yield from function(setup, **dict(zip(values, chosen, strict=True)))
 
 
 def machine() -> dict[str, Any]:
     """When, where and with what the figures were measured."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    from megatron import device
+
     return {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": commit_of(ROOT),
-        "processor": next(names, platform.machine()),
+        "processor": device.cpu_info("model name"),
         "cores": os.cpu_count(),
         "torch": metadata.version("torch"),
         "load": round(os.getloadavg()[0], 1),
@@ -159,20 +158,18 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 def list_benchmarks() -> None:
     """Print the registry."""
-    for benchmark in REGISTRY.values():
-        shown = (
-            f"{name}={' or '.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for name, value in benchmark.parameters.items()
-        )
-        print(textwrap.fill(f"{benchmark.name}: {benchmark.about}", 100, subsequent_indent="  "))
-        print(textwrap.fill("; ".join(shown), 100, initial_indent="    ", subsequent_indent="    "))
+    for name, function in REGISTRY.items():
+        shown = [
+            f"{word}={' or '.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for word, value in parameters(function).items()
+        ]
+        print(textwrap.fill(f"{name}: {inspect.getdoc(function)}", 100, subsequent_indent="  "))
+        print(textwrap.indent(textwrap.fill("; ".join(shown), 96), "    "))
 
 
-def main(argv: Sequence[str] | None = None, in_process: bool = False) -> int:
-    """Exit codes: 0 measured, 1 sides disagree or a process failed, 2 a wrong command line.
-    `in_process`: all sides in this process."""
-    parser = build_parser()
-    options = parser.parse_intermixed_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 measured, 1 sides disagree or a process failed, 2 a wrong command line."""
+    options = build_parser().parse_intermixed_args(argv)
     if not options.words:
         list_benchmarks()
         return 0
@@ -181,32 +178,30 @@ def main(argv: Sequence[str] | None = None, in_process: bool = False) -> int:
     for tree in options.against:
         print(f"{tree.name}: commit {commit_of(tree)}")
     results = []
+    code = 0
     try:
-        for benchmark, words in read_words(options.words):
-            with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-                setup = Setup(
-                    Path(folder), options.small, options.peer, options.against, options.device
-                )
-                for case in cases_of(benchmark, words, setup):
-                    print(f"\n{benchmark.name}: {case.name}", flush=True)
+        for asked in read_words(options.words):
+            name = asked[0].__name__
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                taking_part = (options.peer, options.against, options.device)
+                setup = Setup(Path(folder), options.small, *taking_part)
+                for case in cases_of(asked, setup):
+                    print(f"\n{name}: {case.name}", flush=True)
                     try:
-                        result = run_case(case, options.rounds, in_process, options.threads)
-                    except OutOfMemory as error:
-                        print(f"  out of memory: {error}", flush=True)
+                        result = run_case(case, options.rounds)
+                    except Failed as error:  # of one case; the others can still be measured
+                        complain(error)
+                        code = 1
                         continue
-                    results.append({"benchmark": benchmark.name, **result})
+                    results.append({"benchmark": name, **result})
                     print("\n".join(lines_of(result)), flush=True)
-    except (Disagreement, WorkerFailed) as error:
-        complain(error)
-        return 1
     except ValueError as error:
         complain(error)
-        return 2
-    finally:
-        if options.json:
-            json.dump({"machine": facts, "results": results}, options.json, indent=1)
-            options.json.close()
-    return 0
+        code = 2
+    if options.json:
+        json.dump({"machine": facts, "results": results}, options.json, indent=1)
+        options.json.close()
+    return code
 
 
 if __name__ == "__main__":

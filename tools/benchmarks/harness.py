@@ -1,14 +1,11 @@
 """What all benchmarks share: the registry, and the race between the sides of one comparison.
 
 A benchmark is a function that yields Cases. A case has sides, the first of which is ours; each side
-is a process (or several ranks) of its own that builds a subject, a class with
-
-    warm_up()  gets ready; returns what all sides must agree on (numbers or a text), or None
-    turn()     does the work of the case once; returns its seconds
-    facts()    optional: further figures by name, after the turns
-
-The sides take turns, the order moving on by one every round, and are stopped (SIGSTOP) meanwhile. A
+is a process (or several ranks) of its own in which worker.py builds a Subject (subject.py). The
+sides take turns, the order moving on by one every round, and are stopped (SIGSTOP) meanwhile. A
 ratio is the median over the rounds of (seconds of the other side / ours) in the same round.
+
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -16,18 +13,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import multiprocessing
+import os
+import signal
 import socket
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import worker
-from processes import ROOT, Worker, environment_of
-
-COMMAND = "cases.subject:Command"
-PEERS = ("bare", "transformers", "megatron-core", "tokenizers", "gigatoken")
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).resolve().with_name("worker.py")
+COMMAND = "subject:Command"
+PEERS = ("bare", "transformers", "tokenizers", "gigatoken")
+THREAD_VARIABLES = ("OMP_", "GOMP_", "KMP_", "MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_DOMAIN")
 # A peer takes the fastest of these settings of its CPU threads; ours runs as users start it.
 SETTINGS = (
     "",
@@ -37,31 +39,24 @@ SETTINGS = (
 )
 
 
-class Disagreement(ValueError):
-    """Two sides do not do the same work, so their times say nothing."""
+class Failed(RuntimeError):
+    """A side's process failed, or two sides do not do the same work; the text says how."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison. `prepare`: a method of the subject, with its arguments, that is
-    called before any other side starts. `ranks` get torchrun's variables; `apart`: each does the
-    work of the case by itself."""
+    """One side of a comparison: a subject (MODULE:CLASS) of the checkout `tree`, with its
+    arguments. `waiting`: its CPU threads wait as pretrain_gpt.py sets it. Each of several `ranks`
+    gets torchrun's variables, as its argument `launcher` too."""
 
     name: str
     subject: str
     arguments: dict[str, Any]
     tree: Path = ROOT
-    ours: bool = True
+    waiting: bool = False
     settings: Sequence[str] = ("",)
-    prepare: tuple[Any, ...] = ()
-    ranks: int = 0
-    apart: bool = False
+    ranks: int = 1
     threads: int | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether its CPU threads wait as pretrain_gpt.py sets it."""
-        return self.ours and self.subject != COMMAND
 
 
 @dataclass(frozen=True)
@@ -92,169 +87,139 @@ class Setup:
         """What a peer may choose from."""
         return SETTINGS if self.device == "cpu" and not self.small else SETTINGS[:1]
 
-    def ours(self, name: str, subject: str, arguments: dict[str, Any], **more: Any) -> list[Side]:
-        """Our side, and the same of every other checkout."""
-        checkouts = [
-            Side(f"{name} in {tree.name}", subject, arguments, tree, **more | {"prepare": ()})
-            for tree in self.trees
-        ]
-        return [Side(name, subject, arguments, **more), *checkouts]
-
-    def commands(self, arguments: Callable[[Path], dict[str, Any]]) -> list[Side]:
-        """Sides that are whole processes, by the arguments of a Command in each checkout."""
-        return [
-            Side("ours" if tree == ROOT else f"ours in {tree.name}", COMMAND, arguments(tree))
-            for tree in (ROOT, *self.trees)
-        ]
+    def ours(
+        self,
+        subject: str,
+        arguments: Callable[[Path], dict[str, Any]],
+        name: str = "ours",
+        **more: Any,
+    ) -> list[Side]:
+        """Our side and the same of every other checkout, by the arguments in each."""
+        more["waiting"] = subject != COMMAND
+        sides = [Side(name, subject, arguments(ROOT), **more)]
+        for tree in self.trees:
+            sides.append(Side(f"{name} in {tree.name}", subject, arguments(tree), tree, **more))
+        return sides
 
     def peer(
         self, name: str, needs: str, subject: str, arguments: dict[str, Any], **more: Any
     ) -> list[Side]:
-        """The side of a peer, where it is asked for and its package is installed."""
-        if self.peers is not None and not name.startswith(tuple(self.peers)):
-            return []
-        with contextlib.suppress(ModuleNotFoundError):
-            if not needs or importlib.util.find_spec(needs):
-                return [Side(name, subject, arguments, ours=False, **more)]
+        """The side of a peer, where it is asked for and the package that it needs is installed."""
+        is_asked = self.peers is None or name in self.peers
+        if is_asked and (not needs or importlib.util.find_spec(needs)):
+            return [Side(name, subject, arguments, **more)]
         return []
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A function that yields cases; its keyword arguments are the words NAME=VALUE."""
-
-    name: str
-    about: str
-    cases: Callable[..., Iterator[Case]]
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Defaults by name; a tuple has several values, each of which gives cases."""
-        _, *parameters = inspect.signature(self.cases).parameters.values()
-        return {parameter.name: parameter.default for parameter in parameters}
-
-
-REGISTRY: dict[str, Benchmark] = {}
+REGISTRY: dict[str, Callable[..., Iterator[Case]]] = {}
 
 
 def each(*values: str | int) -> Any:
-    """The default of a parameter that has several values."""
+    """The default of a parameter that has several values, each of which gives cases."""
     return values
 
 
 def benchmark(function: Callable[..., Iterator[Case]]) -> Callable[..., Iterator[Case]]:
-    """Register a function under its name; its docstring says what is measured."""
-    about = " ".join((inspect.getdoc(function) or "").split())
-    REGISTRY[function.__name__] = Benchmark(function.__name__, about, function)
+    """Register a function of a Setup that yields cases; its keyword arguments are the words
+    NAME=VALUE, its docstring says what is measured."""
+    REGISTRY[function.__name__] = function
     return function
 
 
-def launchers(side: Side) -> list[dict[str, str]]:
-    """The variables that torchrun would set for each process of a side."""
-    if side.apart or not side.ranks:
-        return [{}] * max(1, side.ranks)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def parameters(function: Callable[..., Iterator[Case]]) -> dict[str, Any]:
+    """The defaults of a benchmark's words by name."""
+    _, *words = inspect.signature(function).parameters.values()
+    return {word.name: word.default for word in words}
+
+
+def launchers(ranks: int) -> list[dict[str, str]]:
+    """The variables that torchrun would set for each of several ranks."""
+    if ranks == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    return [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(side.ranks)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for rank in range(side.ranks)
-    ]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    return [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-class InProcess:
-    """The subject in this process, with the interface of Worker."""
-
-    def __init__(self, job: dict[str, Any]):
-        self._subject = worker.build(job)
-        self._answers: list[Any] = [None]
-
-    def send(self, command: str, *arguments: Any) -> None:
-        self._answers.append(getattr(self._subject, command)(*arguments))
-
-    def receive(self) -> Any:
-        return self._answers.pop(0)
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        self._answers.clear()
-        self.send(command, *arguments)
-        return self.receive()
-
-    def pause(self) -> None: ...
-
-    resume = end = pause
-
-    def peak_bytes(self) -> int:
-        return 0
-
-
-@dataclass
 class Running:
-    """A side and its processes while it has some."""
+    """A side and its processes, which build and warm up its subject. Methods raise Failed."""
 
-    side: Side
-    setting: str
-    in_process: bool
-    threads: int | None = None
-    seconds: list[float] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    _workers: list[Any] = field(default_factory=list)
+    def __init__(self, side: Side, setting: str = ""):
+        self.side = side
+        self.setting = setting
+        self.seconds: list[float] = []
+        self.facts: dict[str, Any] = {}
+        self._workers: list[tuple[subprocess.Popen[bytes], Any]] = []
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(THREAD_VARIABLES)}
+        variables |= dict(pair.split("=", 1) for pair in setting.split())
+        if side.threads:
+            variables["OMP_NUM_THREADS"] = str(side.threads)
+        for launcher in launchers(side.ranks):
+            pipe, other_end = multiprocessing.Pipe()
+            with other_end:
+                process = subprocess.Popen(
+                    [sys.executable, str(WORKER), str(other_end.fileno())],
+                    env=variables | launcher,
+                    pass_fds=[other_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            self._workers.append((process, pipe))
+            job = {"tree": str(side.tree), "subject": side.subject, "waiting": side.waiting}
+            job["arguments"] = side.arguments | ({"launcher": launcher} if launcher else {})
+            pipe.send(job)
 
-    def start(self) -> Any:
-        """Build the subject and warm it up; what it must agree on."""
-        side = self.side
-        for rank, launcher in enumerate(launchers(side)):
-            arguments = side.arguments | ({"launcher": launcher} if launcher else {})
-            job: dict[str, Any] = {"subject": side.subject, "arguments": arguments}
-            job |= {"tree": str(side.tree), "launcher": launcher}
-            job |= {"waiting": side.waiting and not self.in_process}
-            name = f"{side.name}, rank {rank}" if side.ranks > 1 else side.name
-            self._workers.append(
-                InProcess(job)
-                if self.in_process and side.tree == ROOT
-                else Worker(name, job, environment_of(self.setting, side.threads or self.threads))
-            )
-        for process in self._workers:
-            process.receive()
-        if side.prepare:
-            self._workers[0].ask(*side.prepare)
-        agreed = self._all("warm_up")[0]
-        self._each("pause")
-        return agreed
+    def answers(self) -> list[Any]:
+        """The next answer of each rank: first what the side must agree on."""
+        answers = []
+        for process, pipe in self._workers:
+            try:
+                is_right, answer = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                is_right, answer = False, f"its process died (exit code {process.wait()})"
+            if not is_right:
+                raise Failed(f"{self.side.name}: {answer}")
+            answers.append(answer)
+        return answers
 
-    def _all(self, command: str) -> list[Any]:
-        for process in self._workers:
-            process.send(command)
-        return [process.receive() for process in self._workers]
+    def _ask(self, method: str) -> list[Any]:
+        for _, pipe in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # `answers` says that the process died
+                pipe.send(method)
+        return self.answers()
 
-    def _each(self, method: str) -> None:
-        for process in self._workers:
-            getattr(process, method)()
+    def signal(self, number: int) -> None:
+        """To its processes and what they started, also threads that OpenMP keeps spinning."""
+        for process, _ in self._workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def turns(self, count: int) -> None:
         """The work of the case so many times; the seconds of the slowest rank."""
-        self._each("resume")
-        for _ in range(count):
-            seconds = max(self._all("turn")) / (len(self._workers) if self.side.apart else 1)
-            self.seconds.append(seconds)
-        self._each("pause")
+        self.signal(signal.SIGCONT)
+        self.seconds += [max(self._ask("turn")) for _ in range(count)]
+        self.signal(signal.SIGSTOP)
 
     def end(self) -> None:
-        """Take the facts and end the processes."""
-        self._each("resume")
-        self.facts = {"peak GB": sum(worker.peak_bytes() for worker in self._workers) / 1e9}
-        self.facts |= self._all("facts")[0]
+        """Take the facts and end."""
+        self.signal(signal.SIGCONT)
+        facts = self._ask("facts")
+        self.facts = {**facts[0], "peak GB": sum(rank["peak GB"] for rank in facts)}
         self.kill()
 
     def kill(self) -> None:
-        """End the processes."""
-        self._each("end")
+        """End the processes, and wait until their memory is free."""
+        self.signal(signal.SIGKILL)
+        for process, pipe in self._workers:
+            process.wait()
+            pipe.close()
         self._workers.clear()
 
 
 def agree(side: str, value: Any, expected: Any, tolerance: float) -> None:
-    """Raise Disagreement unless numbers are near each other, and anything else is equal."""
+    """Raise Failed unless numbers are near each other, and anything else is equal."""
     if value is None or expected is None:
         return
     if isinstance(value, list) and len(value) == len(expected):
@@ -263,48 +228,42 @@ def agree(side: str, value: Any, expected: Any, tolerance: float) -> None:
     else:
         near = value == expected
     if not near:
-        raise Disagreement(f"{side} has {str(value)[:200]}, ours {str(expected)[:200]}")
+        raise Failed(f"{side} has {str(value)[:200]}, ours {str(expected)[:200]}")
 
 
-def run_case(
-    case: Case, rounds: int, in_process: bool = False, threads: int | None = None
-) -> dict[str, Any]:
-    """The figures of a case: seconds of every turn, rates and ratios, by side. `in_process`: all
-    sides in this process; `threads`: of CPUs, of each other process. Raises Disagreement and
-    WorkerFailed."""
-    running: list[Running] = []
+def run_case(case: Case, rounds: int) -> dict[str, Any]:
+    """The figures of a case: seconds of every turn, rates and ratios, by side. Raises Failed."""
     expected: Any = None
-    try:
+    with contextlib.ExitStack() as stack:
+        running: list[Running] = []
         for side in case.sides:
-            setting = side.settings[0] if in_process else fastest_setting(side, threads)
-            running.append(Running(side, setting, in_process, threads))
-            agreed = running[-1].start()
+            runner = Running(side, fastest_setting(side))
+            stack.callback(runner.kill)
+            running.append(runner)
+            (agreed, *_) = runner.answers()
+            runner.signal(signal.SIGSTOP)
             agree(side.name, agreed, expected, case.tolerance)
             expected = agreed if expected is None else expected
             if not case.together:
-                running[-1].turns(rounds)
-                running[-1].end()
-        if case.together:
-            for done in range(rounds):
-                for number in range(len(running)):
-                    running[(done + number) % len(running)].turns(1)
-            for runner in running:
+                runner.turns(rounds)
                 runner.end()
-    finally:
-        for runner in running:
-            runner.kill()
+        for done in range(rounds if case.together else 0):
+            for number in range(len(running)):
+                running[(done + number) % len(running)].turns(1)
+        for runner in running if case.together else ():
+            runner.end()
     return figures(case, running)
 
 
-def fastest_setting(side: Side, threads: int | None) -> str:
+def fastest_setting(side: Side) -> str:
     """That of its settings with which one turn takes the least time."""
     seconds = {}
     for setting in side.settings if len(side.settings) > 1 else ():
-        runner = Running(side, setting, False, threads)
+        runner = Running(side, setting)
         try:
-            runner.start()
+            runner.answers()
             runner.turns(1)
-            seconds[setting] = runner.seconds[0]
+            (seconds[setting],) = runner.seconds
         finally:
             runner.kill()
     return min(seconds, key=seconds.__getitem__, default=side.settings[0])
@@ -313,19 +272,17 @@ def fastest_setting(side: Side, threads: int | None) -> str:
 def figures(case: Case, running: Sequence[Running]) -> dict[str, Any]:
     """Seconds, rates and facts of each side, and how many times as long as ours the others take."""
     sides = {}
+    ratios: dict[str, Any] = {}
     for runner in running:
         median = statistics.median(runner.seconds)
-        sides[runner.side.name] = {"seconds": runner.seconds, "median": median, **runner.facts}
-        sides[runner.side.name]["rate"] = case.amount / median
-        sides[runner.side.name] |= {"setting": runner.setting} if runner.setting else {}
-    first, *compared = running
-    ratios = {}
-    for peer in compared:
-        values = [a / b for a, b in zip(peer.seconds, first.seconds, strict=True)]
-        ratios[peer.side.name] = {
-            "median": statistics.median(values),
-            "range": [min(values), max(values)],
-        }
+        side = {"seconds": runner.seconds, "median": median, **runner.facts}
+        side |= {"rate": case.amount / median} | (
+            {"setting": runner.setting} if runner.setting else {}
+        )
+        sides[runner.side.name] = side
+        values = [a / b for a, b in zip(runner.seconds, running[0].seconds, strict=True)]
+        ratio = {"median": statistics.median(values), "range": [min(values), max(values)]}
+        ratios |= {runner.side.name: ratio} if runner is not running[0] else {}
     return {
         "case": case.name,
         "amount": case.amount,
@@ -338,10 +295,17 @@ def figures(case: Case, running: Sequence[Running]) -> dict[str, Any]:
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Cells in columns, the first column to the left and the others to the right."""
     width = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width[i]) if i else cell.ljust(width[i]) for i, cell in enumerate(line)
-        ).rstrip()
-        for line in lines
-    ]
+    rows = []
+    for first, *others in lines:
+        cells = [first.ljust(width[0]), *map(str.rjust, others, width[1:])]
+        rows.append("  " + "  ".join(cells).rstrip())
+    return rows
+
+
+def commit_of(tree: Path) -> str:
+    """The commit of a checkout as git describes it, or `unknown`."""
+    words = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -24,7 +24,6 @@ steps of each optimizer with the setting that is best at 7M, and their training 
 from __future__ import annotations
 
 import json
-import math
 import os
 import random
 import resource
@@ -37,9 +36,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from megatron.analysis.plots import RUNS, load_matplotlib, save_figure
+from megatron.analysis.log_reader import Record
+from megatron.analysis.plots import RUNS, draw_curves, load_matplotlib, save_figure
+from megatron.analysis.run_reader import Run
 from megatron.arguments import arg
 from tools.shared.program import complain, read
 
@@ -105,11 +104,9 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.size = size
         self.file = self.folder / "runs.jsonl"
-        self.runs: dict[Trial, dict[str, Any]] = {}
-        if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                run = json.loads(line)
-                self.runs[Trial(*(run[name] for name in Trial._fields))] = run
+        self.file.touch()
+        runs = map(json.loads, self.file.read_text(encoding="utf-8").splitlines())
+        self.runs = {Trial(*(run[name] for name in Trial._fields)): run for run in runs}
 
     def loss(self, trial: Trial) -> float:
         """Final validation loss, nats per token."""
@@ -218,7 +215,6 @@ def measure(loss: Loss, steps: int, seeds: int, grid: Sequence[float]) -> dict[s
         "muon": muon,
         "mean": {"adam": statistics.mean(adam), "muon": statistics.mean(muon[steps])},
         "deviation": {"adam": statistics.stdev(adam), "muon": statistics.stdev(muon[steps])},
-        "p": welch(adam, muon[steps]),
         "ratio": steps_to(statistics.mean(adam), means(muon)) / steps,
         "interval": interval(adam, muon),
     }
@@ -265,19 +261,11 @@ def interval(adam: Sequence[float], muon: Mapping[int, Sequence[float]]) -> list
     return [ratios[round(share * (DRAWS - 1))] for share in (0.025, 0.975)]
 
 
-def welch(a: Sequence[float], b: Sequence[float]) -> float:
-    """Two-sided p-value of Welch's test that two samples have the same mean."""
-    x, y = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
-    t = abs(statistics.mean(a) - statistics.mean(b)) / math.sqrt(x + y)
-    freedom = (x + y) ** 2 / (x**2 / (len(a) - 1) + y**2 / (len(b) - 1))
-    # with t = sqrt(freedom) tan(angle) Student's density is that of cos(angle) ** (freedom - 1)
-    start = math.atan(t / math.sqrt(freedom))
-    tail, half = (
-        float(np.trapezoid(np.cos(np.linspace(low, math.pi / 2, 100_001)) ** (freedom - 1)))
-        * (math.pi / 2 - low)
-        for low in (start, 0.0)
-    )
-    return tail / half
+def curve(run: Mapping[str, Any]) -> Run:
+    """The training losses of a run, to be drawn."""
+    name = f"{run['optimizer'].capitalize()}, learning rate {run['lr']:g}"
+    losses = enumerate(run["losses"], 1)
+    return Run(name, [Record(iteration, loss=loss) for iteration, loss in losses])
 
 
 def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
@@ -287,7 +275,7 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     left, right = figure.subplots(1, 2)
     for optimizer, color in zip(OPTIMIZERS, RUNS, strict=False):
         name = optimizer.capitalize()
-        for decay, line in zip(WEIGHT_DECAYS, ("-", ""), strict=True):
+        for decay, line, mark in zip(WEIGHT_DECAYS, ("-", ""), (".", "x"), strict=True):
             points = sorted(
                 (run["lr"], run["loss"])
                 for run in runs
@@ -295,7 +283,6 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
                 == (optimizer, decay, TUNING_SEED)
             )
             label = f"{name}, weight decay {decay:g}"
-            mark = "." if line else "x"
             left.plot(*zip(*points, strict=True), color=color, ls=line, marker=mark, label=label)
         for steps, losses in sorted(result[optimizer].items()):
             right.plot([steps] * len(losses), losses, ".", color=color, alpha=0.5)
@@ -306,35 +293,18 @@ def draw(path: Path, result: Mapping[str, Any], runs: Sequence[Mapping[str, Any]
     right.axvline(
         crossing, color=RUNS[1], linestyle=":", linewidth=1, label=f"{crossing:.0f} steps"
     )
-    for axes, title in (left, "learning rate"), (right, "training steps"):
+    for axes, title, ticks in (
+        (left, "learning rate", result["rates"]),
+        (right, "training steps", sorted(result["muon"])),
+    ):
         axes.set_xlabel(title)
         axes.set_ylabel("final validation loss")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9)
-    for axes, ticks in (left, result["rates"]), (right, sorted(result["muon"])):
         axes.set_xscale("log")
         axes.minorticks_off()
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    save_figure(figure, str(path), "--folder")
-
-
-def draw_curves(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
-    """The training losses of runs over steps. Raises ValueError."""
-    matplotlib = load_matplotlib(f"--folder {path.parent}")
-    figure = matplotlib.figure.Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for run, color in zip(runs, RUNS, strict=False):
-        name = f"{run['optimizer'].capitalize()}, learning rate {run['lr']:g}"
-        smooth = np.convolve(run["losses"], np.ones(SMOOTH) / SMOOTH, "valid")
-        steps = np.arange(SMOOTH, len(run["losses"]) + 1)
-        axes.plot(np.arange(len(run["losses"])) + 1, run["losses"], color=color, alpha=0.2)
-        axes.plot(steps, smooth, color=color, label=name)
-    axes.set_xlabel("training steps")
-    axes.set_ylabel(f"training loss, mean of {SMOOTH} steps")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     save_figure(figure, str(path), "--folder")
 
 
@@ -348,7 +318,8 @@ def main(argv: Sequence[str]) -> int:
         picture = trainer.folder / "quality.png"
         if options.size == "30M":
             result = illustrate(trainer, options.steps)
-            draw_curves(picture, list(trainer.runs.values()))
+            load_matplotlib(f"--folder {options.folder}")
+            draw_curves(str(picture), [curve(run) for run in trainer.runs.values()], SMOOTH)
         else:
             result = measure(trainer.loss, options.steps, options.seeds, RATES[options.size])
             draw(picture, result, list(trainer.runs.values()))
@@ -366,9 +337,7 @@ def main(argv: Sequence[str]) -> int:
     if "ratio" in result:
         low, high = result["interval"]
         deviations = " and ".join(f"{value:.4f}" for value in result["deviation"].values())
-        print(
-            f"standard deviations {deviations} ({options.seeds} seeds), p (Welch) {result['p']:.2g}"
-        )
+        print(f"standard deviations {deviations} ({options.seeds} seeds)")
         ratio = f"{result['ratio']:.3f} of Adam's ({low:.3f} to {high:.3f})"
         print(f"Muon's steps to Adam's loss: {ratio}")
     print(f"{len(runs)} runs, {spent:.0f} CPU minutes; {trainer.folder}")

@@ -149,6 +149,7 @@ def race(rank: int, world: int, root: str, rounds: int) -> list[int]:
     return won
 
 
+@pytest.mark.campaign
 def test_of_several_at_most_one_gets_a_dead_ones_lock(memory_path):
     """Where two meet in the same instant both may yield."""
     won = [

@@ -92,7 +92,7 @@ def kill_at_every_step(
         pytest.param(Deadly, "empty", marks=pytest.mark.campaign),
         (Deadly, "older"),
         pytest.param(Deadly, "same", marks=pytest.mark.campaign),
-        (DeadlyNoExchange, "same"),
+        pytest.param(DeadlyNoExchange, "same", marks=pytest.mark.campaign),
         pytest.param(DeadlyNoExchange, "newer", marks=pytest.mark.campaign),
     ],
 )
@@ -143,10 +143,13 @@ def kill_at_random(rank: int, world: int, folder: str, kills: int) -> int:
     return last
 
 
-def test_killed_at_random_moments(memory_path):
-    assert run_ranks(1, kill_at_random, str(memory_path), 25)[0] > 3
-
-
-@pytest.mark.sweep
-def test_killed_at_random_moments_a_thousand_times(memory_path):
-    assert run_ranks(1, kill_at_random, str(memory_path), 1000, seconds=1200)[0] > 50
+@pytest.mark.parametrize(
+    ("kills", "saves"),
+    [
+        (6, 0),
+        pytest.param(25, 3, marks=pytest.mark.campaign),
+        pytest.param(1000, 50, marks=pytest.mark.sweep),
+    ],
+)
+def test_killed_at_random_moments(memory_path, kills, saves):
+    assert run_ranks(1, kill_at_random, str(memory_path), kills, seconds=1200)[0] > saves

@@ -100,7 +100,7 @@ def test_every_bit_of_an_index_is_named(prefix):
             raise AssertionError(f"bit {bit}")
 
 
-@pytest.mark.parametrize("split", ["100,0,0", "50,50,0"])
+@pytest.mark.parametrize("split", ["100,0,0", pytest.param("50,50,0", marks=pytest.mark.campaign)])
 def test_every_bit_of_an_index_is_named_or_harmless_in_epoch_order(prefix, split):
     """Which reads only some numbers of an index."""
 
@@ -141,12 +141,13 @@ def test_every_bit_of_the_tokens_is_found_by_check(prefix):
     assert INSPECT.check_pair(prefix, VOCAB, all_tokens=False)["checksums"]
 
 
-def test_every_bit_of_a_cache_entry_makes_it_unusable(tmp_path, capsys):
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.campaign)])
+def test_every_bit_of_a_cache_entry_makes_it_unusable(tmp_path, capsys, every):
     cache = IndexCache(str(tmp_path))
     arrays = {"a": np.arange(5, dtype=np.int32), "b": np.ones((2, 2), np.int64)}
     cache.store("Kind", "text", arrays)
     for path in sorted(tmp_path.iterdir()):
-        for bit in flips(path):
+        for bit in flips(path, every):
             assert cache.load("Kind", "text", arrays) is None, (path, bit)
     assert cache.load("Kind", "text", arrays) is not None
     assert "checksums" in capsys.readouterr().out

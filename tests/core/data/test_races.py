@@ -97,7 +97,14 @@ def one_round(folder: Path, number: int) -> None:
     assert all(samples(prefixes, cache) == expected for cache in caches)
 
 
-@pytest.mark.parametrize("first, rounds", [(0, 5), pytest.param(5, 45, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "first, rounds",
+    [
+        (0, 1),
+        pytest.param(1, 4, marks=pytest.mark.campaign),
+        pytest.param(5, 45, marks=pytest.mark.sweep),
+    ],
+)
 def test_one_of_four_is_killed_while_they_build(tmp_path, capfd, first, rounds):
     for number in range(first, first + rounds):
         one_round(tmp_path, number)

@@ -1,5 +1,5 @@
-"""This suite's own kernels on a CUDA device against float64 on the CPU. On a
-CPU the bodies pass with DEVICE = "cpu"."""
+"""This suite's own kernels on a CUDA device against float64 on the CPU. On a CPU the bodies pass with
+DEVICE = "cpu", or are skipped."""
 
 from __future__ import annotations
 
@@ -135,7 +135,9 @@ def test_masks_are_philox():
     """As by the interpreter on a CPU, which cannot run the instruction that multiplies here."""
     from tests.core.kernels.cuda.interpreted import philox
 
-    x = torch.ones(100_000, device="cuda", dtype=torch.bfloat16)
+    if DEVICE == "cpu":
+        pytest.skip("needs a GPU")  # masks of our CUDA kernel
+    x = torch.ones(100_000, device=DEVICE, dtype=torch.bfloat16)
     for seed in (7, 2**62 + 5, 2**33):
         got = functional.dropout(x, 0.1, seed, torch.zeros_like(x)).cpu()
         assert torch.equal(got != 0, philox(seed, torch.arange(len(x))) >= 0.1)
@@ -153,6 +155,9 @@ def of_a_sum(call, tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torc
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "linear"])
 @pytest.mark.parametrize("width", [128, 768, 5120])
 def test_sums_of_many_rows(width, name, dtype):
+    if DEVICE == "cpu" and name == "LayerNorm" and dtype != torch.float32:
+        # there torch adds the rows' gradients up in 16 bits: a sum of 2,090 in bf16 ends at 256
+        pytest.skip("needs a GPU")
     call = {
         "LayerNorm": lambda x, w, b: functional.layer_norm(x, w, b, 1e-5),
         "RMSNorm": lambda x, w, b: functional.rms_norm(x, w, 1e-5) + b,

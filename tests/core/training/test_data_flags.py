@@ -124,7 +124,9 @@ def test_several_validation_sets_have_their_own_losses(texts, tmp_path):
         ]
 
 
-@pytest.mark.parametrize("order, world", [("megatron", 1), ("epoch", 2)])
+@pytest.mark.parametrize(
+    "order, world", [pytest.param("megatron", 1, marks=pytest.mark.campaign), ("epoch", 2)]
+)
 def test_full_validation_reads_all_of_the_set_each_time(texts, tmp_path, order, world):
     """At a learning rate of 0 each validation has the same loss, whatever --eval-iters says;
     without it each reads on."""

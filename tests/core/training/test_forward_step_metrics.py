@@ -89,8 +89,12 @@ def test_means_over_the_global_batch(alone):
 
 @pytest.mark.parametrize(
     "layout, world",
-    [((TP, "2"), 2), ((PP, "2"), 2), ((CP, "2"), 2), (DISTRIBUTED, 2)],
-    ids=["tp 2", "pp 2", "cp 2", "distributed optimizer"],
+    [
+        pytest.param((TP, "2"), 2, id="tp 2", marks=pytest.mark.campaign),
+        pytest.param((PP, "2"), 2, id="pp 2"),
+        pytest.param((CP, "2"), 2, id="cp 2"),
+        pytest.param(DISTRIBUTED, 2, id="distributed optimizer", marks=pytest.mark.campaign),
+    ],
 )
 def test_alike_in_every_layout(alone, tmp_path, layout, world):
     """In exact arithmetic but for the order of sums; a rank of cp has half the tokens."""

@@ -114,7 +114,6 @@ def test_what_is_wrong_in_attempts_is_seen(tmp_path, monkeypatch, codes, loaded,
     ("changes", "problems"),
     [
         ({}, 0),
-        ({"is_right": False}, 1),
         ({"to_report": 18.5}, 1),
         ({"to_end": 5.5}, 1),
         ({"files": ["torch_1"]}, 1),
@@ -124,9 +123,27 @@ def test_what_is_wrong_in_attempts_is_seen(tmp_path, monkeypatch, codes, loaded,
 )
 def test_a_hang_that_ends_badly(changes, problems):
     cell = hangs.Cell("data", "hang", 0, 2, "env")
-    good = {"named": [("0", "1", "h", "data")], "is_right": True, "to_report": 5.0, "to_end": 1.0}
-    outcome = hangs.Outcome(**{**good, "codes": [4, -9], "files": [], **changes})
-    assert len(outcome.problems(cell)) == problems
+    good = {"to_report": 5.0, "to_end": 1.0, "codes": [4, -9], "files": []}
+    assert len(hangs.problems_of(cell, **{**good, **changes})) == problems
+
+
+@pytest.mark.parametrize(
+    ("changes", "right"),
+    [
+        ({}, True),
+        ({"named": ("1", "11", "h", "data")}, False),
+        ({"named": ("0", "11", "h", "data")}, False),
+        ({"named": ("0", "10", "other", "data")}, False),
+        ({"named": ("0", "10", "h", "save")}, False),
+        ({"kind": hangs.CUT, "named": ("1", "11", "h", "data, collective")}, True),
+    ],
+)
+def test_who_hangs_is_named(monkeypatch, changes, right):
+    """Rank, process, host and phase; where the network is cut, either end."""
+    monkeypatch.setattr(hangs.socket, "gethostname", lambda: "h")
+    case = {"kind": "hang", "named": ("0", "10", "h", "data"), **changes}
+    cell = hangs.Cell("data", case["kind"], 0, 2, "env")
+    assert hangs.is_culprit(cell, case["named"], [10, 11], 10) is right
 
 
 def test_files_left_in_shared_memory_are_those_that_no_living_process_has_mapped():

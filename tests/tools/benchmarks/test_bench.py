@@ -4,12 +4,12 @@ mean."""
 from __future__ import annotations
 
 import json
+import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from tests.forkrun import ROOT, run_ranks
+from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 
 QUICK = ("step",)
@@ -25,22 +25,15 @@ def bench(monkeypatch):
     return load_tool("benchmarks/bench")
 
 
-def run_here(rank, world, words, file, in_process):
-    """The figures of a run of the program in this process."""
-    code = load_tool("benchmarks/bench").main([*words, "--json", file], in_process=in_process)
-    assert code == 0
-    with open(file, encoding="utf-8") as figures:
-        return json.load(figures)["results"]
-
-
-def figures(tmp_path, *words, in_process=True):
+def figures(bench, tmp_path, *words):
     """The cases of a run, whose figures are all positive."""
-    file = str(tmp_path / "figures.json")
-    results = run_ranks(1, run_here, words, file, in_process, seconds=400)[0]
+    file = tmp_path / "figures.json"
+    assert bench.main([*words, "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
     for case in results:
         for side in case["sides"].values():
             assert min(side["seconds"]) > 0 and side["rate"] > 0
-            assert {key for key, value in side.items() if value in (0, 0.0)} <= {"peak GB"}
+            assert 0 not in side.values()
         assert all(ratio["median"] > 0 for ratio in case["ratios"].values())
     return results
 
@@ -52,20 +45,20 @@ def figures(tmp_path, *words, in_process=True):
         *(pytest.param(name, marks=pytest.mark.sweep) for name in HEAVY),
     ],
 )
-def test_every_benchmark_runs_in_its_smallest_size(name, tmp_path):
+def test_every_benchmark_runs_in_its_smallest_size(bench, name, tmp_path):
     words = [name, "--small", "--rounds", "1", "--peer", "bare"]
     if name == "parts":
         words += ["what=open", "what=read", "what=merge", "what=plan"]
-    results = figures(tmp_path, *words, in_process=name != "layouts")
+    results = figures(bench, tmp_path, *words)
     assert {case["benchmark"] for case in results} == {name}
 
 
 @pytest.mark.peers
 @pytest.mark.campaign
-def test_a_peer_trains_the_same_model(tmp_path):
+def test_a_peer_trains_the_same_model(bench, tmp_path):
     pytest.importorskip("transformers")
     words = ["step", "dtype=fp32", "dtype=bf16", "--small", "--rounds", "1"]
-    results = figures(tmp_path, *words, "--peer", "transformers")
+    results = figures(bench, tmp_path, *words, "--peer", "transformers")
     assert [list(case["ratios"]) for case in results] == [["transformers"]] * 2
 
 
@@ -94,63 +87,72 @@ def test_a_wrong_word_is_named(bench, words, capsys):
     assert words[-1].partition("=")[0] in capsys.readouterr().err
 
 
-class Fixed:
-    """A subject whose turns take the seconds given; `turns` notes whose turn it was."""
+FIXED = """
+from subject import Subject
 
-    turns: list[str] = []
-
-    def __init__(self, name, agrees, seconds):
-        self.name = name
-        self.agrees = agrees
-        self.seconds = iter(seconds)
+class Fixed(Subject):
+    def __init__(self, name, agrees, seconds, turns):
+        self.name, self.agrees, self.seconds, self.turns = name, agrees, iter(seconds), turns
 
     def warm_up(self):
         return self.agrees
 
     def turn(self):
-        self.turns.append(self.name)
+        with open(self.turns, "a") as turns:
+            turns.write(self.name)
         return next(self.seconds)
 
     def facts(self):
-        return {"cpu s": 1.5}
+        return {"cpu s": 1.5, "peak GB": 1.0}
+"""
 
 
 @pytest.fixture
-def fixed(bench, monkeypatch):
-    """Run a case with these sides: name -> (what it agrees on, seconds of each turn)."""
-    monkeypatch.setitem(sys.modules, "fixed", SimpleNamespace(Fixed=Fixed))
-    monkeypatch.setattr(Fixed, "turns", [])
+def fixed(bench, monkeypatch, tmp_path):
+    """Run a case with these sides, name -> (what it agrees on, seconds of each turn); the figures,
+    and the names in the order of their turns."""
     harness = sys.modules["harness"]
+    (tmp_path / "fixed.py").write_text(FIXED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    turns = tmp_path / "turns"
 
     def run(rounds=3, tolerance=1e-5, together=True, **sides):
-        made = [
-            harness.Side(name, "fixed:Fixed", {"name": name, "agrees": agrees, "seconds": seconds})
-            for name, (agrees, seconds) in sides.items()
-        ]
+        turns.write_text("")
+        made = []
+        for name, (agrees, seconds) in sides.items():
+            arguments = {"name": name, "agrees": agrees, "seconds": seconds, "turns": str(turns)}
+            made.append(harness.Side(name, "fixed:Fixed", arguments))
         case = harness.Case("x", made, 6.0, "MB", tolerance, together)
-        return bench.run_case(case, rounds, in_process=True)
+        return harness.run_case(case, rounds), turns.read_text()
 
     return run
 
 
 def test_a_ratio_is_the_median_over_rounds_and_the_order_moves_on(fixed):
-    found = fixed(a=(None, [1.0, 2.0, 8.0]), b=(None, [3.0, 4.0, 8.0]))
+    found, turns = fixed(a=(None, [1.0, 2.0, 8.0]), b=(None, [3.0, 4.0, 8.0]))
     assert found["ratios"] == {"b": {"median": 2.0, "range": [1.0, 3.0]}}
     assert found["sides"]["a"]["rate"] == 3.0 and found["sides"]["b"]["cpu s"] == 1.5
-    assert Fixed.turns == ["a", "b", "b", "a", "a", "b"]
-    Fixed.turns.clear()
-    fixed(together=False, a=(None, [1.0] * 3), b=(None, [1.0] * 3))
-    assert Fixed.turns == ["a"] * 3 + ["b"] * 3
+    assert turns == "abbaab"
+    found, turns = fixed(together=False, a=(None, [1.0] * 3), b=(None, [1.0] * 3))
+    assert turns == "aaabbb" and found["ratios"]["b"]["median"] == 1.0
 
 
 @pytest.mark.parametrize(
     ("ours", "other"),
     [([2.0], [2.1]), ("a", "b"), ([1.0, 2.0], [1.0]), ([1.0], [float("nan")])],
 )
-def test_sides_that_do_not_agree_are_not_timed(bench, fixed, ours, other):
+def test_sides_that_do_not_agree_are_not_timed(bench, fixed, tmp_path, ours, other):
     """Numbers must be within the tolerance, texts equal."""
-    with pytest.raises(bench.Disagreement):
+    with pytest.raises(bench.Failed):
         fixed(a=(ours, [1.0] * 3), b=(other, [1.0] * 3))
-    assert not Fixed.turns
+    assert not (tmp_path / "turns").read_text()
     near = [value * (1 + 1e-7) for value in ours] if isinstance(ours, list) else ours
-    assert fixed(a=(ours, [1.0] * 3), b=(near, [1.0] * 3))["ratios"]
+    found, _ = fixed(a=(ours, [1.0] * 3), b=(near, [1.0] * 3))
+    assert found["ratios"]
+
+
+@pytest.mark.parametrize("seconds", [[], [1.0]])
+def test_a_side_that_fails_is_named(bench, fixed, seconds):
+    """In its first turn or a later one."""
+    with pytest.raises(bench.Failed, match="(?s)^b: .*StopIteration"):
+        fixed(a=(None, [1.0] * 3), b=(None, seconds))

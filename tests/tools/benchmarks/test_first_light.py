@@ -149,7 +149,7 @@ def test_a_step_that_fails_or_hangs_is_shown_and_the_next_one_runs(
 
 
 def test_nothing_starts_after_the_time_is_over(first_light, tmp_path):
-    session = first_light.Session("cpu", tmp_path, tmp_path / "log.txt", deadline=0.0)
+    session = first_light.steps.Session("cpu", tmp_path, tmp_path / "log.txt", deadline=0.0)
     done = session.run({"late": ["-c", f"open({str(tmp_path / 'ran')!r}, 'w').write('x' * 99)"]})
     assert done["late"].code is None and first_light.steps.problems_of(done)
 

@@ -91,16 +91,6 @@ def test_a_measurement_that_was_interrupted_goes_on(runs, tmp_path):
     assert runs == [trial, trial], "a run of another size"
 
 
-def test_welch():
-    """As scipy.stats.ttest_ind(equal_var=False) has them."""
-    a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
-    b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 30.5, 24.3]
-    assert quality.welch(a, b) == pytest.approx(0.00818563, rel=1e-4)
-    few = [5.01, 5.02, 5.0, 5.015, 4.99]
-    assert quality.welch(few, [x - 0.2 for x in few]) == pytest.approx(4.74959e-09, rel=1e-3)
-    assert quality.welch(few, few) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("goal", "steps"),
     [(3.0, 100), (2.0, 200), (1.5, 200 * 2**0.5), (1.0, 400), (0.0, 800), (3.5, 50 * 2**0.5)],

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from cases.subject import Command, Subject
+from cases.programs import program
 from harness import Case, Setup, benchmark, each
-from processes import ROOT
 from sizes import Size, command_line
+from subject import Command, Subject
 
 PROMPT = 16
 
 
 def make_run(folder: Path, size: Size, dtype: str = "fp32", device: str = "cpu") -> str:
     """A run directory of a model that was trained for one step."""
-    run = folder / "run"
-    if not run.exists():
-        words = command_line(size, dtype, device, ["--save", str(run), "--no-save-optim"])
-        words[words.index("--train-iters") + 1] = "1"
-        Command([sys.executable, str(ROOT / "pretrain_gpt.py"), *words]).turn()
-    return str(run)
+    run = str(folder / "run")
+    if not Path(run).exists():
+        words = command_line(size, dtype, device, ["--save", run, "--no-save-optim"], iterations=1)
+        Command(program("pretrain_gpt.py", *words)).work()
+    return run
 
 
 def export(folder: Path, run: str) -> str:
     """The same as a directory of transformers."""
-    if not (folder / "hf").exists():
-        tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
-        Command([*tool, "hf-export", run, str(folder / "hf"), "--no-verify"]).turn()
-    return str(folder / "hf")
+    hf = str(folder / "hf")
+    if not Path(hf).exists():
+        words = ("tools/convert_checkpoint.py", "hf-export", run, hf, "--no-verify")
+        Command(program(*words)).work()
+    return hf
 
 
 def prompts(batch: int, vocab: int) -> list[list[int]]:
@@ -51,19 +50,13 @@ class Ours(Subject):
         ids = prompts(batch, trained.tokenizer.vocab_size)
         self._requests = [Request(prompt, new, Sampling(temperature=0.0)) for prompt in ids]
 
-    def _first(self) -> list[int]:
+    def work(self) -> list[int]:
+        """The new tokens of the first prompt."""
         tokens = self._engine.run(self._requests)
         return [token.id for number, _, token in tokens if number == 0 and token]
 
     def warm_up(self) -> str:
-        """The new tokens of the first prompt."""
-        return str(self._first())
-
-    def turn(self) -> float:
-        """Seconds of all prompts."""
-        start = time.perf_counter()
-        self._first()
-        return time.perf_counter() - start
+        return str(self.work())
 
 
 class Transformers(Ours):
@@ -86,7 +79,7 @@ class Transformers(Ours):
             "eos_token_id": None,
         }
 
-    def _first(self) -> list[int]:
+    def work(self) -> list[int]:
         return self._model.generate(self._ids, **self._options)[0, PROMPT:].tolist()
 
 
@@ -97,16 +90,14 @@ def generate(
     """Greedy decoding with the cache in fp32 on the CPU; peer: transformers' generate, which must
     give the same tokens. model: a run directory, hf: its export (default: a model of SmolLM2-135M's
     width with random weights)."""
-    new = 8 if setup.small else new
     size = Size("run", 12, 576, 9, 512, 1, 49152, "llama", 1536)
     if setup.small:
+        new = 8
         size = Size("run", 1, 32, 2, 64, 1, 512, "llama", 48)
     model = model or make_run(setup.folder, size)
-    options = {"batch": batch, "new": new}
-    sides = setup.ours("ours", "cases.generate:Ours", {**options, "model": model})
+    options: dict[str, Any] = {"batch": batch, "new": new}
+    sides = setup.ours("cases.generate:Ours", lambda tree: {**options, "model": model})
     if setup.peers is None or "transformers" in setup.peers:
-        peer_options = {**options, "model": hf or export(setup.folder, model)}
-        sides += setup.peer(
-            "transformers", "transformers", "cases.generate:Transformers", peer_options
-        )
+        options["model"] = hf or export(setup.folder, model)
+    sides += setup.peer("transformers", "transformers", "cases.generate:Transformers", options)
     yield Case(f"batch {batch}", sides, batch * new, "tokens")

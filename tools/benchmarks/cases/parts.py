@@ -6,43 +6,15 @@ import importlib.util
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cases.data import make_text
-from cases.subject import Command, Subject
+from cases.programs import KEY, Text, make_text, preprocess, program
 from harness import COMMAND, Case, Setup, Side, benchmark, each
-from processes import ROOT
+from subject import Command, Subject
 
-WHAT = ("open", "read", "merge", "plan", "ray")
-KEY = "_text_document"
 MERGED_PARTS = 25
-
-
-def tool_command(name: str, *words: object) -> list[str]:
-    """The command line of a program of tools/."""
-    return [sys.executable, str(ROOT / "tools" / name), *map(str, words)]
-
-
-def preprocess_command(text: tuple[str, str, str], prefix: Path, *flags: object) -> list[str]:
-    """The command line that tokenizes text.jsonl with vocab.json and merges.txt."""
-    source, vocab, merges = text
-    tokenizer = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab)
-    files = ("--merge-file", merges, "--input", source, "--output-prefix", prefix)
-    return tool_command("preprocess_data.py", "--append-eod", *tokenizer, *files, *flags)
-
-
-def part_bytes(count: int, text: tuple[str, str, str]) -> int:
-    """--part-bytes that gives so many parts."""
-    return -(-Path(text[0]).stat().st_size // count)
-
-
-def tokenize_in_parts(text: tuple[str, str, str], prefix: Path, count: int) -> None:
-    """Make a set of so many parts on this machine."""
-    flags = ("--task", "0/1", "--part-bytes", part_bytes(count, text))
-    Command(preprocess_command(text, prefix, *flags)).turn()
 
 
 class Opened(Subject):
@@ -50,49 +22,34 @@ class Opened(Subject):
 
     def __init__(self, prefix: str):
         self._prefix = prefix
-        self._first = 0.0
+        self._facts = {"first s": self.turn()}
 
-    def warm_up(self) -> list[int]:
-        """Numbers of documents and tokens."""
-        self._first = self.turn()
-        data = self._open()
-        return [len(data.document_indices), int(data.sequence_lengths.sum())]
-
-    def _open(self) -> Any:
+    def work(self) -> Any:
         from megatron.data.indexed_dataset import IndexedDataset
 
         return IndexedDataset(self._prefix)
 
-    def turn(self) -> float:
-        """Seconds until it can be read."""
-        start = time.perf_counter()
-        self._open()
-        return time.perf_counter() - start
+    def warm_up(self) -> list[int]:
+        """Numbers of documents and tokens."""
+        data = self.work()
+        return [len(data.document_indices), int(data.sequence_lengths.sum())]
 
     def facts(self) -> dict[str, float]:
         """Seconds of the first time."""
-        return {"first s": self._first}
+        return super().facts() | self._facts
 
 
-class Read(Opened):
+class Read(Subject):
     """Random documents of an open data set."""
 
     def __init__(self, prefix: str, documents: int):
-        super().__init__(prefix)
-        self._data = self._open()
-        sequences = len(self._data.sequence_lengths)
-        self._numbers = random.Random(1).choices(range(sequences), k=documents)
+        self._data = Opened(prefix).work()
+        sequences = range(len(self._data.sequence_lengths))
+        self._numbers = random.Random(1).choices(sequences, k=documents)
 
-    def turn(self) -> float:
-        """Seconds of all of them."""
-        start = time.perf_counter()
+    def work(self) -> None:
         for number in self._numbers:
             self._data[number]
-        return time.perf_counter() - start
-
-    def facts(self) -> dict[str, float]:
-        """None."""
-        return {}
 
 
 COPY = """
@@ -107,6 +64,97 @@ with open(output, "wb") as written:
 """
 
 
+def part_bytes(text: Text, count: int) -> int:
+    """--part-bytes that gives so many parts."""
+    return -(-Path(text[0]).stat().st_size // count)
+
+
+def make_parts(text: Text, folder: Path, count: int) -> Path:
+    """The prefix of a set of so many parts."""
+    flags = ("--task", "0/1", "--part-bytes", part_bytes(text, count))
+    Command(preprocess(text, folder / "parts", *flags)).work()
+    return folder / f"parts{KEY}"
+
+
+def both(text: Text, folder: Path, count: int) -> Iterator[tuple[str, str]]:
+    """Name and prefix of a set of so many parts, and of one pair."""
+    yield f"{count} parts", str(make_parts(text, folder, count))
+    Command(preprocess(text, folder / "pair")).work()
+    yield "one pair", f"{folder}/pair{KEY}"
+
+
+def opened(text: Text, folder: Path, small: bool) -> Iterator[Case]:
+    """A set is opened again."""
+    sides = [
+        Side(name, "cases.parts:Opened", {"prefix": prefix})
+        for name, prefix in both(text, folder, 10 if small else 1_000)
+    ]
+    yield Case("open", sides)
+
+
+def read(text: Text, folder: Path, small: bool) -> Iterator[Case]:
+    """Random documents, 20 a part."""
+    documents = 200 if small else 20_000
+    sides = [
+        Side(name, "cases.parts:Read", {"prefix": prefix, "documents": documents})
+        for name, prefix in both(text, folder, documents // 20)
+    ]
+    yield Case("read", sides, documents, "documents")
+
+
+def merge(text: Text, folder: Path, small: bool) -> Iterator[Case]:
+    """With all checksums, beside a copy of the same bytes."""
+    prefix = make_parts(text, folder, MERGED_PARTS)
+    output, copy = str(folder / "merged"), str(folder / "copy.bin")
+    words = program("tools/merge_datasets.py", "--input", prefix, "--output-prefix", output)
+    files = sorted(Path(f"{prefix}.parts").glob("*.bin"))
+    copied = [sys.executable, "-c", COPY, *map(str, files), copy]
+    sides = [
+        Side("merge", COMMAND, {"words": words, "writes": output, "digest": (".bin",)}),
+        Side("copy", COMMAND, {"words": copied, "writes": copy, "digest": (".bin",)}),
+    ]
+    yield Case("merge", sides, sum(file.stat().st_size for file in files) / 1e6, "MB")
+
+
+def plan(text: Text, folder: Path, small: bool) -> Iterator[Case]:
+    """The last of so many tasks, whose input is one line at the end of a sparse file."""
+    counts = (100 if small else 100_000, 10)
+    sides = []
+    for tasks in counts:
+        source = folder / f"sparse-{tasks}.jsonl"
+        line = b'\n{"text": "a"}\n'
+        with open(source, "wb") as file:
+            file.seek((tasks << 20) - len(line))
+            file.write(line)
+        prefix = f"{folder}/planned-{tasks}"
+        flags = ("--task", f"{tasks - 1}/{tasks}", "--part-bytes", 1 << 20, "--workers", 1)
+        words = preprocess((str(source), *text[1:]), prefix, *flags)
+        sides.append(Side(f"{tasks} tasks", COMMAND, {"words": words, "writes": prefix}))
+    yield Case("plan", sides, counts[0], "parts")
+
+
+def ray(text: Text, folder: Path, small: bool) -> Iterator[Case]:
+    """A cluster of this machine, up while the case runs."""
+    if not importlib.util.find_spec("ray"):
+        raise ValueError("parts what=ray: needs the package ray (make ray)")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    address = ("--cluster-address", cluster.address, "--part-bytes", part_bytes(text, MERGED_PARTS))
+    sides = []
+    for name, *flags in (("--cluster ray", *address), ("--workers 2",)):
+        prefix = f"{folder}/{name.replace(' ', '')}"
+        words = preprocess(text, prefix, *name.split(), *flags)
+        sides.append(Side(name, COMMAND, {"words": words, "writes": prefix}))
+    try:
+        yield Case("ray", sides, Path(text[0]).stat().st_size / 1e6, "MB")
+    finally:
+        cluster.shutdown()
+
+
+WHAT = {"open": opened, "read": read, "merge": merge, "plan": plan, "ray": ray}
+
+
 @benchmark
 def parts(setup: Setup, what: str = each(*WHAT), mb: float = 240.0) -> Iterator[Case]:
     """1,000 parts beside one pair: opened again (open), 20,000 random documents (read);
@@ -117,79 +165,6 @@ def parts(setup: Setup, what: str = each(*WHAT), mb: float = 240.0) -> Iterator[
     if what not in WHAT:
         raise ValueError(f"what={what}: is none of {', '.join(WHAT)}")
     folder = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=setup.folder))
-    small = what in ("open", "read")
-    text = make_text(folder, 0.3 if setup.small else mb / 10 if small else mb)
-    pair, part_set = folder / "pair", folder / "parts"
-    amount = Path(text[0]).stat().st_size / 1e6
-    if what == "ray":
-        yield from ray_case(text, folder, amount)
-    elif what == "plan":
-        yield plan_case(text, folder, 100 if setup.small else 100_000)
-    elif what == "merge":
-        tokenize_in_parts(text, part_set, MERGED_PARTS)
-        yield merge_case(f"{part_set}{KEY}", folder)
-    else:
-        count = 10 if setup.small else 1_000
-        Command(preprocess_command(text, pair)).turn()
-        tokenize_in_parts(text, part_set, count)
-        subject = "cases.parts:Opened" if what == "open" else "cases.parts:Read"
-        arguments = {} if what == "open" else {"documents": 20 * count}
-        sides = [
-            Side(name, subject, {"prefix": f"{prefix}{KEY}", **arguments}, ours=prefix == part_set)
-            for name, prefix in ((f"{count} parts", part_set), ("one pair", pair))
-        ]
-        documents = arguments.get("documents", 1)
-        yield Case(what, sides, documents, "documents" if documents > 1 else "")
-
-
-def ray_case(text: tuple[str, str, str], folder: Path, amount: float) -> Iterator[Case]:
-    """A cluster of this machine, up while the case runs."""
-    if not importlib.util.find_spec("ray"):
-        raise ValueError("parts what=ray: needs the package ray (make ray)")
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    try:
-        ray = ("--cluster", "ray", "--cluster-address", cluster.address)
-        sides = []
-        for name, flags in (
-            ("--cluster ray", (*ray, "--part-bytes", part_bytes(MERGED_PARTS, text))),
-            ("--workers 2", ("--workers", 2)),
-        ):
-            prefix = folder / name.replace(" ", "")
-            words = preprocess_command(text, prefix, *flags)
-            sides.append(Side(name, COMMAND, {"words": words, "writes": str(prefix)}))
-        yield Case("ray", sides, amount, "MB")
-    finally:
-        cluster.shutdown()
-
-
-def plan_case(text: tuple[str, str, str], folder: Path, count: int) -> Case:
-    """The last of so many tasks, whose input is one line at the end of a sparse file."""
-    sides = []
-    for tasks in (count, 10):
-        source = folder / f"sparse-{tasks}.jsonl"
-        line = b'\n{"text": "a"}\n'
-        with open(source, "wb") as file:
-            file.seek((tasks << 20) - len(line))
-            file.write(line)
-        prefix = folder / f"planned-{tasks}"
-        flags = ("--task", f"{tasks - 1}/{tasks}", "--part-bytes", 1 << 20, "--workers", 1)
-        words = preprocess_command((str(source), *text[1:]), prefix, *flags)
-        sides.append(Side(f"{tasks} tasks", COMMAND, {"words": words, "writes": str(prefix)}))
-    return Case("plan", sides, count, "parts")
-
-
-def merge_case(prefix: str, folder: Path) -> Case:
-    """With all checksums, beside a copy of the same bytes."""
-    output, copy = folder / "merged", folder / "copy.bin"
-    words = tool_command("merge_datasets.py", "--input", prefix, "--output-prefix", output)
-    files = sorted(map(str, Path(f"{prefix}.parts").glob("*.bin")))
-    size = sum(Path(file).stat().st_size for file in files)
-    copied = [sys.executable, "-c", COPY, *files, str(copy)]
-    common = {"digest": (".bin",)}
-    sides = [
-        Side("merge", COMMAND, {"words": words, "writes": str(output), **common}),
-        Side("copy", COMMAND, {"words": copied, "writes": str(copy), **common}, ours=False),
-    ]
-    return Case("merge", sides, size / 1e6, "MB")
+    megabytes = mb / 10 if what in ("open", "read") else mb
+    text = make_text(folder, 0.3 if setup.small else megabytes)
+    yield from WHAT[what](text, folder, setup.small)

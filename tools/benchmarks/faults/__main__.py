@@ -20,11 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks = parser.add_subparsers(dest="check", required=True)
     for name, module in CHECKS.items():
         kind = argparse.RawDescriptionHelpFormatter
-        text = module.__doc__
-        module.add_flags(checks.add_parser(name, description=text, formatter_class=kind))
+        flags = checks.add_parser(name, description=module.__doc__, formatter_class=kind)
+        flags.add_argument("--seed", type=int, default=1, help="of the first run (default: 1)")
+        flags.add_argument("--keep", type=Path, metavar="DIR", help="folders of what is wrong")
+        module.add_flags(flags)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
-        return int(not CHECKS[args.check].check(args, Path(name).resolve()))
+        home = (args.keep or Path(name)).resolve()
+        home.mkdir(parents=True, exist_ok=True)
+        return int(not CHECKS[args.check].check(args, home))
 
 
 if __name__ == "__main__":

@@ -129,14 +129,9 @@ class Injector:
         strike(kind)
 
     def _mark(self) -> None:
-        text = json.dumps(
-            {
-                "pid": os.getpid(),
-                "time": time.clock_gettime(time.CLOCK_REALTIME),
-            }
-        )
         part = self._folder / f".{os.getpid()}"
-        part.write_text(text)
+        moment = time.clock_gettime(time.CLOCK_REALTIME)
+        part.write_text(json.dumps({"pid": os.getpid(), "time": moment}))
         part.rename(self._folder / f"injected.{self._number}")
 
 

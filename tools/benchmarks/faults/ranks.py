@@ -3,6 +3,7 @@ ends, what is left behind. Needs Linux; to cut networks root, unshare, nsenter a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,27 +46,27 @@ def tiny_model(layers: int = 2, width: int = 32) -> list[str]:
 
 def start(launch: Launch, folder: Path, network: Network | None = None) -> list[subprocess.Popen]:
     """The ranks, or torchrun; they work in `folder`, where `log` and `err` get what they print."""
-    words = [RANK, *launch.flags]
+    words = [sys.executable, RANK, *launch.flags]
     port = free_port()
-    if launch.launcher.startswith("torchrun"):
-        agent = [sys.executable, "-m", "torch.distributed.run"]
-        agent.append(f"--max-restarts={launch.restarts}")
-        if launch.launcher == "torchrun":
-            agent += ["--standalone", f"--nproc-per-node={launch.world}"]
-            return [_spawn([*agent, *words], folder)]
-        agent += "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=run".split()
-        agent += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1"]
-        environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return [_spawn([*agent, *words], folder, environ) for _ in range(2)]
-    enter = network.enter if network else lambda is_cut_off: []
-    return [
-        _spawn(
-            [*enter(rank == launch.cut_off), sys.executable, *words],
-            folder,
-            variables(launch, rank, port),
-        )
-        for rank in range(launch.world)
-    ]
+    if not launch.launcher.startswith("torchrun"):
+        return [
+            _spawn(
+                [*(network.enter(rank == launch.cut_off) if network else ()), *words],
+                folder,
+                variables(launch, rank, port),
+            )
+            for rank in range(launch.world)
+        ]
+    words[1:1] = ["-m", "torch.distributed.run", f"--max-restarts={launch.restarts}"]
+    if launch.launcher == "torchrun":
+        words[3:3] = ["--standalone", f"--nproc-per-node={launch.world}"]
+        return [_spawn(words, folder, {})]
+    words[3:3] = (
+        "--nnodes=2:3 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id=run "
+        f"--rdzv-endpoint=127.0.0.1:{port} --rdzv-conf=last_call_timeout=1"
+    ).split()
+    environ = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [_spawn(words, folder, environ) for _ in range(2)]
 
 
 def attempt(
@@ -92,7 +93,10 @@ def attempt(
             time.sleep(0.05)
         return [process.wait() for process in processes], True
     finally:
-        end(folder, processes)
+        for pid in living(folder):
+            kill(pid)
+        for process in processes:
+            process.wait()
         if network:
             network.close()
 
@@ -101,21 +105,17 @@ def free_port(ports: range = range(10_000, 20_000)) -> int:
     """One of `ports` that nobody listens on now, and that no outgoing connection gets."""
     while True:
         port = random.SystemRandom().choice(ports)
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
     """What a launcher gives a rank."""
-    address = "127.0.0.1"
-    if launch.cut_off is not None:
-        address = Network.ADDRESSES[launch.cut_off == 0]
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     world = launch.world
-    local, size = (rank, world) if launch.cut_off is None else (0, 1)
+    address, local, size = "127.0.0.1", rank, world
+    if launch.cut_off is not None:
+        address, local, size = Network.ADDRESSES[launch.cut_off == 0], 0, 1
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     if launch.launcher == "env":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return meeting | dict(zip(names, map(str, (rank, world, local, size)), strict=True))
@@ -131,13 +131,13 @@ def variables(launch: Launch, rank: int, port: int) -> dict[str, str]:
 
 
 def _spawn(
-    command: Sequence[str], folder: Path, environ: Mapping[str, str] | None = None
-) -> subprocess.Popen:
+    command: Sequence[str], folder: Path, environ: dict[str, str]
+) -> subprocess.Popen[bytes]:
     with open(folder / "err", "ab") as err, open(folder / "log", "ab") as log:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env={**surroundings(), **(environ or {})},
+            env=surroundings() | environ,
             stdout=log,
             stderr=err,
             stdin=subprocess.DEVNULL,
@@ -153,31 +153,18 @@ def surroundings() -> dict[str, str]:
 
 def living(folder: Path) -> list[int]:
     """Processes that work in `folder`, zombies aside."""
-    folder = folder.resolve()
     pids = []
-    for process in Path("/proc").iterdir():
-        try:
-            if process.name.isdigit() and os.readlink(process / "cwd") == str(folder):
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "cwd") == str(folder.resolve()):
                 pids.append(int(process.name))
-        except OSError:
-            continue
     return pids
 
 
 def kill(pid: int) -> None:
     """SIGKILL, if it still lives."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def end(folder: Path, processes: Sequence[subprocess.Popen]) -> None:
-    """Kill what still works in `folder`, and wait for these."""
-    for pid in living(folder):
-        kill(pid)
-    for process in processes:
-        process.wait()
 
 
 def shared_files() -> set[str]:
@@ -186,11 +173,9 @@ def shared_files() -> set[str]:
     removes their names as soon as they are made, and a SIGKILL in between leaves 32 bytes."""
     files = {file for file in os.listdir("/dev/shm") if file.startswith(("torch", "psm_"))}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             maps = (process / "maps").read_text()
-        except OSError:
-            continue
-        files -= {file for file in files if f"/dev/shm/{file}" in maps}
+            files -= {file for file in files if f"/dev/shm/{file}" in maps}
     return files
 
 
@@ -221,33 +206,28 @@ class Network:
     ADDRESSES = ("10.99.0.1", "10.99.0.2")
 
     def __init__(self) -> None:
-        self.pids = [subprocess.Popen(["unshare", "--net", "sleep", "1000"]).pid for _ in range(2)]
-        while any(
-            os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
-            for pid in self.pids
-        ):
+        command = ["unshare", "--net", "sleep", "1000"]
+        self.processes = [subprocess.Popen(command) for _ in range(2)]
+        first, second = (process.pid for process in self.processes)
+        outside = os.readlink("/proc/self/ns/net")
+        while outside in [os.readlink(f"/proc/{pid}/ns/net") for pid in (first, second)]:
             time.sleep(0.01)
-        first, second = map(str, self.pids)
-        ip = ["ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "eth0"]
-        _call(*ip, "netns", second)
-        for number, pid in enumerate((first, second)):
+        link = f"ip link add eth0 netns {first} type veth peer eth0 netns {second}"
+        subprocess.run(link.split(), check=True)
+        for number, address in enumerate(self.ADDRESSES):
             for words in (
-                ["ip", "addr", "add", f"{self.ADDRESSES[number]}/24", "dev", "eth0"],
-                ["ip", "link", "set", "eth0", "up"],
-                ["ip", "link", "set", "lo", "up"],
+                f"ip addr add {address}/24 dev eth0",
+                "ip link set eth0 up",
+                "ip link set lo up",
             ):
-                _call("nsenter", "--net", "-t", pid, *words)
+                subprocess.run([*self.enter(bool(number)), *words.split()], check=True)
 
     def enter(self, is_cut_off: bool) -> list[str]:
         """The words before a command that runs in the second namespace, or in the first."""
-        return ["nsenter", "--net", "-t", str(self.pids[is_cut_off])]
+        return ["nsenter", "--net", "-t", str(self.processes[is_cut_off].pid)]
 
     def close(self) -> None:
         """Both end."""
-        for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _call(*words: str) -> None:
-    subprocess.run(words, check=True)
+        for process in self.processes:
+            process.kill()
+            process.wait()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import random
 import shutil
 import subprocess
@@ -151,19 +152,15 @@ def starts_of(folder: Path) -> list[int]:
 def attempt(case: Case, folder: Path) -> tuple[bool, list[str]]:
     """One start of the launcher: (trained to the end, what is not as it must be)."""
     before = len(inject.injected(folder))
-    handled = before
+    struck = before
 
     def watch(processes: Sequence[subprocess.Popen]) -> None:
-        nonlocal handled
-        for fault in case.faults[handled : len(inject.injected(folder))]:
-            handled += 1
-            agents = (
-                {process.pid for process in processes}
-                if case.launcher.startswith("torch")
-                else set()
-            )
+        nonlocal struck
+        for fault in case.faults[struck : len(inject.injected(folder))]:
+            struck += 1
             if fault.kind == ALL:
-                for pid in set(ranks.living(folder)) - agents:
+                agents = [process.pid for process in processes if case.launcher.startswith("torch")]
+                for pid in set(ranks.living(folder)).difference(agents):
                     ranks.kill(pid)
             if fault.kind == LAUNCHER:
                 processes[0].kill()
@@ -182,9 +179,9 @@ def attempt(case: Case, folder: Path) -> tuple[bool, list[str]]:
         problems.append("ranks did not end by themselves")
     if any(codes) and not arrived:
         problems.append(f"exit codes {codes} without a fault")
-    loaded = starts_of(folder)[known : known + 1]
-    if loaded and loaded[0] < newest:
-        problems.append(f"iteration {newest} was saved, {loaded[0]} was loaded")
+    for loaded in starts_of(folder)[known : known + 1]:
+        if loaded < newest:
+            problems.append(f"iteration {newest} was saved, {loaded} was loaded")
     return not any(codes), problems
 
 
@@ -194,14 +191,13 @@ def run(case: Case, folder: Path) -> tuple[list[str], int]:
     inject.write(folder, case.faults)
     shared = ranks.shared_files()
     problems: list[str] = []
-    starts = 0
-    is_done = False
-    while not is_done and starts <= STARTS * (len(case.faults) + 1):
-        starts += 1
+    for starts in itertools.count(1):
         is_done, more = attempt(case, folder)
         problems += more
-    if not is_done:
-        return [*problems, "never done"], starts
+        if is_done:
+            break
+        if starts > STARTS * (len(case.faults) + 1):
+            return [*problems, "never done"], starts
     case = replace(case, faults=case.faults[: len(inject.injected(folder))])
     output = "".join((folder / name).read_text(errors="replace") for name in ("log", "err"))
     if "cannot load" in output:
@@ -216,15 +212,13 @@ def run(case: Case, folder: Path) -> tuple[list[str], int]:
 def check_ledger(case: Case, path: Path, starts: int) -> list[str]:
     """What the ledger does not have."""
     attempts = attempts_of(read_events(path))
-    ended = [any(event["event"] == "end" for event in events) for events in attempts]
-    problems = []
-    if not ended or not ended[-1]:
-        problems.append("the ledger has no end")
+    *before, last = [any(event["event"] == "end" for event in one) for one in attempts] or [False]
+    problems = [] if last else ["the ledger has no end"]
     if not case.restarts and len(attempts) > starts:
         problems.append(f"the ledger has {len(attempts)} attempts of {starts}")
     # of an attempt of which every process was killed, the next start says so
-    pairs = zip(attempts[:-1], ended, strict=False)
-    failures = [failure_of(events) for events, has_end in pairs if not has_end]
+    pairs = zip(attempts, before, strict=False)
+    failures = [failure_of(events) for events, ended in pairs if not ended]
     if None in failures:
         problems.append("an attempt has neither an end nor a failure in the ledger")
     unexplained = sum(bool(failure and failure.get("recovered")) for failure in failures)
@@ -237,9 +231,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("--runs", type=int, default=6, help="number of runs (default: 6)")
     parser.add_argument("--faults", type=int, default=5, help="faults per run (default: 5)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of the first run (default: 1)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="folders of runs that are wrong")
 
 
 def check(args: argparse.Namespace, home: Path) -> bool:
@@ -263,16 +255,16 @@ def check(args: argparse.Namespace, home: Path) -> bool:
             problems.append("the final checkpoint differs")
         arrived = case.faults[: len(inject.injected(folder))]
         counts.update(f"{fault.kind}, {fault.site}" for fault in arrived)
-        bad += bool(problems)
         print(
             f"seed {seed:<4d} {case.layout:14s} {case.launcher:32s} {case.checkpoints:10s} "
             f"{len(arrived)} faults, {starts:2d} starts, {time.monotonic() - begun:5.1f} s  "
             f"{'; '.join(problems) or 'right'}",
             flush=True,
         )
-        if problems and args.keep:
-            shutil.copytree(folder, args.keep / str(seed), dirs_exist_ok=True)
-        shutil.rmtree(folder)
+        if problems:
+            bad += 1
+        else:
+            shutil.rmtree(folder)
     for kind, count in sorted(counts.items()):
         print(f"  {kind:36s}{count:4d}")
     print(f"{args.runs - bad} of {args.runs} runs as they must be, {counts.total()} faults")

@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from typing import Any
 import torch
 from cases import generate
 from cells import CELLS, Cell, size_of
-from rates import peak_of
 from sizes import Size
 from steps import NEXT_PROCESS
-from training import Training
+from subject import Subject
+from training import Training, peak_of
 
 from megatron import device as devices
 
@@ -38,32 +37,28 @@ NEW_TOKENS = 64  # of each text that is decoded
 LEFT_BYTES = 1 << 30  # of device memory that may stay allocated after a cell
 
 
-def measure(index: int, device: str, folder: Path) -> dict[str, Any]:
-    """The figures of CELLS[index]."""
-    cell = CELLS[index]
+def measure(cell: Cell, device: str, folder: Path) -> dict[str, Any]:
+    """The figures of a cell."""
     chip = devices.choose_device(device, 0)
     small = chip.type == "cpu"
     size = size_of(cell.size, small)
-    flops = folder / f"{cell.size}.flops"
-    tokens = size.tokens
-    parts = 1  # of a turn, of which "ms" is one
+    flops = folder / f"{cell.size}.flops"  # of ours, for its peers
+    tokens, parts = size.tokens, 1  # of a turn; "ms" is of one part
     if cell.kind.startswith("decode"):
         parts = 4 if small else NEW_TOKENS
         tokens = size.micro_batch * parts
         subject: Any = decoder(cell.kind, size, parts, device, folder)
-        step = subject.turn
     else:
         subject = training(cell, size, device, folder)
-        step = subject.runner.step
         if cell.kind.startswith("ours"):
             flops.write_text(str(subject.flops))
     if not small:
         torch.accelerator.reset_peak_memory_stats()
     losses = subject.warm_up()
     seconds = statistics.median(subject.turn() for _ in range(1 if small else TURNS))
-    peak = peak_of(devices.name(chip))
+    peak = peak_of(chip)
     rate = int(flops.read_text()) / seconds / 1e12 if flops.exists() else None
-    row = {
+    row: dict[str, Any] = {
         "losses": losses if isinstance(losses, list) else None,
         "ms": 1e3 * seconds / parts,
         "tokens/s": tokens / seconds,
@@ -73,7 +68,7 @@ def measure(index: int, device: str, folder: Path) -> dict[str, Any]:
         "compile s": subject.facts().get("compile s"),
     }
     try:
-        row["kernels"] = kernels(step)
+        row["kernels"] = kernels(subject)
         row["busy %"] = 100 * sum(taken for _, _, taken in row["kernels"]) / seconds
     except Exception as error:  # a container may forbid it; the times are there
         row["kernels"] = [[f"no profile: {error}"[:200], 0, 0.0]]
@@ -84,22 +79,18 @@ def training(cell: Cell, size: Size, device: str, folder: Path) -> Training:
     """The subject of a training step. The first one of ours leaves its weights and samples to peers
     of its size."""
     kind, _, compiled = cell.kind.partition("-")
-    start = folder / f"{cell.size}.pt"
-    subject = Training(
+    peers = {peer.kind.partition("-")[0] for peer in CELLS if peer.size == cell.size}
+    has_peers = bool(peers - {"ours", "olmoe"})
+    return Training(
         kind,
         asdict(size),
         "bf16",
         device,
-        start=str(start),
+        start=str(folder / f"{cell.size}.pt") if has_peers else "",
         compiled=bool(compiled),
         flags=cell.flags.split(),
         warmup=WARM_UP,
-        agrees=kind != "olmoe",
     )
-    peers = {peer.kind.partition("-")[0] for peer in CELLS if peer.size == cell.size}
-    if kind == "ours" and peers - {"ours", "olmoe"} and not start.exists():
-        subject.save_start(str(start), WARM_UP)
-    return subject
 
 
 def decoder(kind: str, size: Size, new: int, device: str, folder: Path) -> generate.Ours:
@@ -110,14 +101,14 @@ def decoder(kind: str, size: Size, new: int, device: str, folder: Path) -> gener
     return generate.Transformers(generate.export(folder, run), size.micro_batch, new, device)
 
 
-def kernels(step: Callable[[], Any]) -> list[tuple[str, int, float]]:
-    """(name, how often, seconds) of each kernel of one step on a device, or of each operation on a
+def kernels(subject: Subject) -> list[tuple[str, int, float]]:
+    """(name, how often, seconds) of each kernel of its work on a device, or of each operation on a
     CPU, the longest first."""
     activities = torch.profiler.supported_activities()
     if not torch.accelerator.is_available():
         activities = {torch.profiler.ProfilerActivity.CPU}
     with torch.profiler.profile(activities=activities) as run:
-        step()
+        subject.work()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
     rows = run.key_averages()
@@ -141,13 +132,13 @@ def free(device: str) -> int:
     return torch.accelerator.memory_allocated()
 
 
-def run_cell(index: int, device: str, folder: Path) -> bool:
+def run_cell(cell: Cell, device: str, folder: Path) -> bool:
     """Measure one and write its line; whether this process may go on."""
     usable = True
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            row = measure(index, device, folder)
+            row = measure(cell, device, folder)
     except ModuleNotFoundError as error:  # of a peer
         row = {"absent": f"{error.name} is not installed"}
     except (Exception, SystemExit) as error:  # an error is a result, and others follow
@@ -156,20 +147,18 @@ def run_cell(index: int, device: str, folder: Path) -> bool:
         usable = "CUDA error" not in message
         traceback.print_exc()
     print(output.getvalue(), file=sys.stderr)
-    if usable:
-        usable = free(device) < LEFT_BYTES
     with open(folder / "cells.jsonl", "a", encoding="utf-8") as file:
         print(json.dumps(row), file=file)
     figures = {name: value for name, value in row.items() if name != "kernels"}
-    print(CELLS[index].name, CELLS[index].kind, figures, flush=True)
-    return usable
+    print(cell.name, cell.kind, figures, flush=True)
+    return usable and free(device) < LEFT_BYTES
 
 
 def main(argv: list[str]) -> int:
     """Measure them in turn."""
     device, folder, first = argv
-    for index in range(int(first), len(CELLS)):
-        if not run_cell(index, device, Path(folder)) and index + 1 < len(CELLS):
+    for cell in CELLS[int(first) :]:
+        if not run_cell(cell, device, Path(folder)) and cell is not CELLS[-1]:
             print("that left this process unusable or memory behind", flush=True)
             return NEXT_PROCESS
     return 0

@@ -1,20 +1,115 @@
-"""The three steps of first_light.sh: each returns its results, and what is wrong with them."""
+"""The three steps of first_light.sh: each returns its results, and what is wrong with them. Their
+processes run some at a time until a deadline, are ended then, and logged."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cells import CELLS, PROBED, RUNS
-from session import FOLDER, ROOT, Session, problems_of
 from sizes import TOLERANCE
 
 Report = tuple[dict[str, Any], list[str]]
 NEXT_PROCESS = 3  # exit code of one_process.py that leaves the next cells to another one
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[2]
+LOG_TAIL_BYTES = 24_000  # at the end of what one process printed
+
+
+@dataclass
+class Process:
+    """One that ended: `code` is None where the time was over, `text` the end of what it printed."""
+
+    code: int | None
+    text: str = ""
+
+    @property
+    def problem(self) -> str | None:
+        """How it ended, unless with 0, and the last line that it printed."""
+        if self.code == 0:
+            return None
+        last = (self.text.strip().splitlines() or ["nothing printed"])[-1]
+        return f"{'out of time' if self.code is None else f'exit code {self.code}'}: {last[:160]}"
+
+
+@dataclass
+class Session:
+    """What the steps share. `deadline`: of the step that runs, by time.monotonic()."""
+
+    device: str
+    folder: Path  # of temporary files
+    log: Path
+    deadline: float = 0.0
+    width: int = max(2, (os.cpu_count() or 1) - 2)
+
+    @property
+    def small(self) -> bool:
+        """On a CPU: the smallest sizes, and nothing is compiled."""
+        return self.device == "cpu"
+
+    def environment(self) -> dict[str, str]:
+        """Of every process."""
+        variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "OMP_"))}
+        folders = (ROOT, FOLDER, FOLDER.parent, FOLDER.parent / "step")
+        variables.setdefault("CUDA_VISIBLE_DEVICES", "0")  # of several, one
+        if self.small:  # compiling C++ takes minutes
+            variables["TORCHDYNAMO_DISABLE"] = "1"
+        return variables | {
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "PYTHONUNBUFFERED": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+        }
+
+    def run(self, commands: Mapping[str, Sequence[object]]) -> dict[str, Process]:
+        """Run these command lines of Python, the first ones first, `width` at a time."""
+        with ThreadPoolExecutor(self.width) as pool:
+            processes = pool.map(self._run, commands, commands.values())
+            return dict(zip(commands, processes, strict=True))
+
+    def _run(self, name: str, words: Sequence[object]) -> Process:
+        file = self.folder / f"{name}.txt"
+        with open(file, "wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                cwd=ROOT,
+                env=self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, self.deadline - time.monotonic()))
+        code = process.returncode
+        with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGKILL)  # also what it started itself
+            process.wait(10)
+        done = Process(code, file.read_bytes()[-LOG_TAIL_BYTES:].decode("utf-8", "replace"))
+        with open(self.log, "a", encoding="utf-8") as log:
+            log.write(f"== {name}: {done.problem or 'ok'}\n{done.text}\n")
+        return done
+
+
+def problems_of(processes: Mapping[str, Process]) -> list[str]:
+    """A line for each that did not end with 0."""
+    return [f"{name}: {process.problem}" for name, process in processes.items() if process.problem]
 
 
 def probe(session: Session) -> Report:
@@ -42,25 +137,21 @@ def numbers(session: Session) -> Report:
         "first": pretrain(session, "first", f"{saved} --exit-interval {half}"),
     }
     for name, run in RUNS.items():
-        flags = f"{run.flags} --attention-dropout 0 --hidden-dropout 0"
-        commands[f"{name} {session.device}"] = pretrain(session, f"{name} {session.device}", flags)
-        if not run.reference:
-            commands[f"{name} cpu"] = pretrain(session, f"{name} cpu", flags, "cpu")
+        for device in {session.device, "cpu"} if not run.reference else {session.device}:
+            flags = f"{run.flags} --attention-dropout 0 --hidden-dropout 0"
+            commands[f"{name} {device}"] = pretrain(session, f"{name} {device}", flags, device)
     done = session.run(commands)
     done |= session.run({"second": pretrain(session, "second", saved)})
-    problems = problems_of(done)
     facts = {"tests": tests(session), "resume": resumed(session, half), "runs": {}}
-    problems += facts["tests"]["failed"] + facts["resume"].pop("problems")
+    problems = problems_of(done) + facts["tests"]["failed"] + facts["resume"].pop("problems")
     if not facts["tests"]["passed"]:
         problems.append("no GPU test passed")
     for name, run in RUNS.items():
-        facts["runs"][name] = row = compare(
-            losses(session, f"{name} {session.device}"),
-            losses(session, f"{run.reference or name} cpu"),
-        )
-        row["h200"] = run.h200
-        if row["loss"] is None or row["loss"] > run.tolerance:
-            problems.append(f"{name}: the losses of CPU and device differ by {row['loss']}")
+        ours, expected = f"{name} {session.device}", f"{run.reference or name} cpu"
+        apart = compare(losses(session, ours), losses(session, expected))
+        facts["runs"][name] = {**apart, "h200": run.h200}
+        if apart["loss"] is None or apart["loss"] > run.tolerance:
+            problems.append(f"{name}: the losses of CPU and device differ by {apart['loss']}")
     return facts, problems
 
 
@@ -135,22 +226,20 @@ def resumed(session: Session, half: int) -> dict[str, Any]:
 def cells(session: Session) -> Report:
     """Step 3: training steps and decoding, in one process while that goes well."""
     file = session.folder / "cells.jsonl"
+    file.touch()
     rows: list[dict[str, Any]] = []
     attempt = 0
     while len(rows) < len(CELLS):
         attempt += 1
-        name = f"cells{attempt}"
         before = len(rows)
         words = [FOLDER / "one_process.py", session.device, session.folder, before]
-        process = session.run({name: words})[name]
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        rows += map(json.loads, lines[before:])
+        (process,) = session.run({f"cells{attempt}": words}).values()
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         if process.code is None:
-            rows += [{"late": "not measured: out of time"} for _ in CELLS[len(rows) :]]
+            rows += [{"late": "not measured: out of time"}] * (len(CELLS) - len(rows))
         elif len(rows) < len(CELLS) and (process.code != NEXT_PROCESS or len(rows) == before):
             rows.append({"error": f"its process died: {process.problem}"})
-            with open(file, "a", encoding="utf-8") as out:
-                print(json.dumps(rows[-1]), file=out)
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     rows = [{**vars(cell), **row} for cell, row in zip(CELLS, rows, strict=True)]
     compare_losses(rows)
     problems = [f"{row['name']} {row['kind']}: {row['error']}" for row in rows if "error" in row]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 LEARNING_RATE = 3e-4
@@ -36,11 +36,6 @@ class Size:
         return self.ffn or 4 * self.hidden
 
     @property
-    def gated(self) -> bool:
-        """Has the MLP a gate?"""
-        return self.family == "llama"
-
-    @property
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.seq * self.micro_batch * self.micro_batches
@@ -63,6 +58,7 @@ CUDA_SIZES = (
     Size("2.7b", 32, 2560, 32, seq=2048, micro_batch=4, vocab=50304, micro_batches=8),
     Size("6.7b", 32, 4096, 32, seq=2048, micro_batch=1, vocab=50304, micro_batches=32),
 )
+SMALL = "tiny:layers=1,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64"
 NAMED = {size.name: size for size in (*CPU_SIZES, *CUDA_SIZES)}
 
 
@@ -73,36 +69,22 @@ def parse_size(text: str) -> Size:
     Raises ValueError for a name or a field that does not exist and for a new size that lacks one.
     """
     name, _, changes = text.partition(":")
-    kinds = {f.name: str if f.name == "family" else int for f in fields(Size) if f.name != "name"}
-    values: dict[str, Any] = {}
-    for word in filter(None, changes.split(",")):
-        key, _, value = word.partition("=")
-        if key not in kinds or not value:
-            raise ValueError(
-                f"{text}: {word!r} is not FIELD=VALUE with a field of {', '.join(kinds)}"
-            )
-        try:
-            values[key] = kinds[key](value)
-        except ValueError:
-            raise ValueError(f"{text}: {key} is a whole number, not {value!r}") from None
-    if values.get("family", "gpt") not in ("gpt", "llama"):
-        raise ValueError(f"{text}: family is gpt or llama, not {values['family']!r}")
-    if name in NAMED:
-        return replace(NAMED[name], **values)
-    missing = [
-        key
-        for key in ("layers", "hidden", "heads", "seq", "micro_batch", "vocab")
-        if key not in values
-    ]
-    if missing:
+    try:
+        words = dict(word.split("=") for word in filter(None, changes.split(",")))
+        values: dict[str, Any] = {k: v if k == "family" else int(v) for k, v in words.items()}
+        size = replace(NAMED[name], **values) if name in NAMED else Size(name, **values)
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{text}: {name!r} is none of {', '.join(NAMED)}; for a new size give "
-            f"{', '.join(missing)} too"
-        )
-    return Size(name, **values)
+            f"{text}: not one of {', '.join(NAMED)}, nor a new size: {error}"
+        ) from None
+    if size.family not in ("gpt", "llama"):
+        raise ValueError(f"{text}: family is gpt or llama, not {size.family!r}")
+    return size
 
 
-def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ()) -> list[str]:
+def command_line(
+    size: Size, dtype: str, device: str, extra: Sequence[str] = (), iterations: int = 100_000
+) -> list[str]:
     """Flags of pretrain_gpt.py that train this size on mock data without dropout; `extra` ones are
     added."""
     words = (
@@ -111,7 +93,7 @@ def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ())
         f"--max-position-embeddings {size.seq} --mock-data --tokenizer-type NullTokenizer "
         f"--vocab-size {size.vocab} --make-vocab-size-divisible-by 1 --micro-batch-size "
         f"{size.micro_batch} --global-batch-size {size.micro_batch * size.micro_batches} "
-        "--attention-dropout 0 --hidden-dropout 0 --train-iters 100000 --eval-iters 0 "
+        f"--attention-dropout 0 --hidden-dropout 0 --train-iters {iterations} --eval-iters 0 "
         f"--log-interval 1 --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay "
         f"{WEIGHT_DECAY} --clip-grad {CLIP} --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} "
         f"--log-throughput --device {device} --num-workers {0 if device == 'cpu' else 2}"
@@ -121,6 +103,4 @@ def command_line(size: Size, dtype: str, device: str, extra: Sequence[str] = ())
             "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
             "--untie-embeddings-and-output-weights"
         ).split()
-    if dtype == "bf16":
-        words.append("--bf16")
-    return [*words, *extra]
+    return [*words, *["--bf16"] * (dtype == "bf16"), *extra]

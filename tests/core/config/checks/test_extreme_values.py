@@ -51,7 +51,13 @@ def problems(line: list[str], *words: str) -> list[str]:
         ),
     ],
 )
-@pytest.mark.parametrize("line", [LINE, RICH], ids=["plain", "rich"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(LINE, id="plain"),
+        pytest.param(RICH, id="rich", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_flag_with_an_extreme_value(line, value):
     found = {flag: problems(line, flag, value) for flag in FLAGS}
     assert [text for texts in found.values() for text in texts if "[" not in text] == []
@@ -80,7 +86,7 @@ HOSTILE = {
     "right to left": "\u202ea",
     "half a pair": "\udcff",
 }
-QUICK = ("500 digits", "nan", "superscript", "title")
+QUICK = ("500 digits", "title")  # of numbers, of terminals
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,13 @@ def test_every_flag_takes_or_refuses_a_hostile_value(name):
     assert not {sign for sign in lines if sign != "\n" and unicodedata.category(sign)[0] == "C"}
 
 
-@pytest.mark.parametrize("url", ["s3://KEY:SECRET@bucket/x", "https://me:SEC/RET@host:80/x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:SECRET@bucket/x",
+        pytest.param("https://me:SEC/RET@host:80/x", marks=pytest.mark.campaign),
+    ],
+)
 def test_no_flag_takes_a_url_with_credentials_or_repeats_it(url):
     for flag in FLAGS:
         found = problems(LINE, flag, url)

@@ -146,6 +146,7 @@ def test_another_package_may_define_the_namespace():
 
 
 @pytest.mark.peers
+@pytest.mark.campaign
 def test_the_kernels_are_the_formulas():
     pytest.importorskip("triton")
     done = subprocess.run(

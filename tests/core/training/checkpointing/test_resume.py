@@ -87,7 +87,7 @@ CASES = {
 }
 
 
-OFTEN = ("two ranks", "bf16, untied, rope, swiglu, RMSNorm, GQA")
+OFTEN = ("two ranks",)
 
 
 @pytest.mark.parametrize(

@@ -152,10 +152,12 @@ os._exit(0)
     ("call", "on_cpu", "with_accelerator"),
     [
         ("threading.Event().wait", "False", "False"),
-        ("wake", "False", None),  # seen by chance, somewhere else than in its sleep
+        # seen by chance, somewhere else than in its sleep
+        pytest.param("wake", "False", None, marks=pytest.mark.campaign),
         ("spin", "True", "True"),
-        ("one_call", "True", "False"),  # as a thread that waits for a device
-        ("workers", "True", "True"),
+        # as a thread that waits for a device
+        pytest.param("one_call", "True", "False", marks=pytest.mark.campaign),
+        pytest.param("workers", "True", "True", marks=pytest.mark.campaign),
     ],
 )
 def test_a_process_computes(call, on_cpu, with_accelerator):
@@ -189,7 +191,7 @@ def stalled(rank: int, world: int, computes: bool) -> str:
         return err.getvalue()
 
 
-@pytest.mark.parametrize("computes", [True, False])
+@pytest.mark.parametrize("computes", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_run_of_one_rank_that_stalls_goes_on(computes):
     """It is warned about, once; of one that waits the stack is shown."""
     text = run_ranks(1, stalled, computes)[0]

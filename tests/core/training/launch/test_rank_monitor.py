@@ -442,6 +442,7 @@ def test_a_rank_in_a_long_phase_need_not_answer():
         assert (state.answers, state.beyond()) == (False, is_late)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_computes_has_ten_limits(monkeypatch, capfd):
     """Rank 0 waits for rank 1, which is starved of cores, and later computes without end."""
     monkeypatch.setattr(progress, "TICK", 0.05)

@@ -1,4 +1,5 @@
-"""A GPT and a small Llama in bare torch, the yardstick of the step benchmark.
+"""A GPT and a small Llama in bare torch with a bare training loop: the yardstick of the step
+benchmark. Does not import megatron/.
 
 Written for this benchmark, in the manner of nanoGPT: one class, fused query-key-value and gate-up
 matrices, torch's own kernels, nothing that a short training script would not have.
@@ -6,10 +7,27 @@ matrices, torch's own kernels, nothing that a short training script would not ha
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from sizes import Size
+from sizes import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Size
 from torch import Tensor, nn
+
+LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
+NAMES = {
+    "embedding.word_embeddings": "words",
+    "embedding.position_embeddings": "positions",
+    "output_layer": "head",
+    "decoder.final_layernorm": "norm",
+    "decoder.layers": "blocks",
+    "input_layernorm": "norm1",
+    "pre_mlp_layernorm": "norm2",
+    "self_attention.linear_": "",
+    "mlp.linear_": "",
+}
 
 
 class Block(nn.Module):
@@ -97,31 +115,77 @@ def megatron_to_bare(params: dict[str, Tensor], heads: int) -> dict[str, Tensor]
     """State of a BareModel from parameters by Megatron's global names (query-key-value rows by head
     there)."""
     state = {}
-    names = {
-        "input_layernorm": "norm1",
-        "pre_mlp_layernorm": "norm2",
-        "linear_qkv": "qkv",
-        "linear_proj": "proj",
-        "linear_fc1": "fc1",
-        "linear_fc2": "fc2",
-    }
-    tops = {
-        "embedding.word_embeddings.weight": "words.weight",
-        "output_layer.weight": "head.weight",
-        "embedding.position_embeddings.weight": "positions.weight",
-        "decoder.final_layernorm.weight": "norm.weight",
-        "decoder.final_layernorm.bias": "norm.bias",
-    }
     for name, value in params.items():
-        if name in tops:
-            state[tops[name]] = value
-            continue
-        _, _, layer, *_, module, kind = name.split(".")
-        if module == "linear_qkv":
+        for theirs, ours in NAMES.items():
+            name = name.replace(theirs, ours)
+        if ".qkv." in name:
             value = value.unflatten(0, (heads, 3, -1)).transpose(0, 1)
             value = value.reshape(-1, *value.shape[3:])
-        elif module == "linear_fc1" and value.dim() > (2 if kind == "weight" else 1):
+        elif ".fc1." in name and value.dim() > (2 if name.endswith("weight") else 1):
             value = value.flatten(0, 1)
-        state[f"blocks.{layer}.{names[module]}.{kind}"] = value
-    state.setdefault("head.weight", state["words.weight"])
+        state[name] = value
     return state
+
+
+def build(size: Size, weights: dict[str, Tensor]) -> tuple[nn.Module, LossOf]:
+    """The bare model with our weights (by Megatron's names), and its loss."""
+    model = BareModel(size)
+    model.load_state_dict(megatron_to_bare(weights, size.heads), strict=False)
+    return model, lambda m, tokens, labels: m(tokens, labels)
+
+
+class BareLoop:
+    """A training loop as short scripts have it: fp32 weights, autocast for bf16, clipping, fused
+    AdamW.
+
+    `loss_of(model, tokens, labels)` is the mean loss. The micro-batches `samples` [b, s+1] are in
+    memory and are used in turn, so that reading data costs this loop nothing. `compiled`: the model
+    goes through torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: LossOf,
+        size: Size,
+        dtype: str,
+        device: torch.device,
+        samples: Sequence[Tensor],
+        compiled: bool = False,
+    ):
+        model.to(device).train()
+        self.model: Any = torch.compile(model) if compiled else model
+        self.loss_of = loss_of
+        self.device = device
+        self.micro_batches = size.micro_batches
+        self.bf16 = dtype == "bf16"
+        self.samples = itertools.cycle([micro_batch.to(device) for micro_batch in samples])
+        params = list(model.parameters())
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self._params = params
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, fused=True
+        )
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the model."""
+        return iter(self._params)
+
+    def step(self) -> float:
+        """One training step; its loss."""
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.micro_batches):
+            samples = next(self.samples)
+            tokens = samples[:, :-1].contiguous()
+            labels = samples[:, 1:].contiguous()
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                loss = self.loss_of(self.model, tokens, labels) / self.micro_batches
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self._params, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total.item()
