@@ -397,18 +397,13 @@ COMMANDS = {
 }
 
 
-def _give_memory_back() -> None:
-    """Have glibc return each block of 1 MB or more when it is freed; else tensors of the past stay
-    in its heap."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        mallopt(M_MMAP_THRESHOLD, 1 << 20)
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done (diff, verify: they differ), 2 a wrong command
     line, 130 Ctrl-C."""
-    _give_memory_back()
+    # glibc returns each block of 1 MB or more when it is freed; else tensors of the past stay
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt:
+        mallopt(M_MMAP_THRESHOLD, 1 << 20)
     commands = dict(COMMANDS)
     for formats in of_features():
         commands |= formats.COMMANDS

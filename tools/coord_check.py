@@ -220,11 +220,6 @@ def slope(widths: Sequence[int], values: Sequence[float]) -> float:
     return float(np.polyfit(np.log2(widths), np.log2(np.maximum(values, 1e-30)), 1)[0])
 
 
-def slopes(options: Options, table: Table) -> dict[str, float]:
-    """By type, of the last step."""
-    return {name: slope(options.widths, steps[-1]) for name, steps in table.items()}
-
-
 def print_table(options: Options, title: str, table: Table) -> None:
     """One line per type and step."""
     print(f"\n{title}\n{'':<16}" + "".join(f"{f'width {w}':>12}" for w in options.widths))
@@ -248,7 +243,8 @@ def check(options: Options) -> None:
     print(f"\nflat: a slope of at most {options.bound:g} after {options.steps} steps")
     apart = {}
     for mup, table in tables.items():
-        bent = {name: p for name, p in slopes(options, table).items() if abs(p) > options.bound}
+        slopes = {name: slope(options.widths, steps[-1]) for name, steps in table.items()}
+        bent = {name: p for name, p in slopes.items() if abs(p) > options.bound}
         apart[mup] = ", ".join(f"{name} {p:+.2f}" for name, p in bent.items())
         print(f"{TITLES[mup]:<16}{f'not flat: {apart[mup]}' if bent else 'flat'}")
     if apart[True]:

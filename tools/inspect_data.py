@@ -59,7 +59,14 @@ IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-to
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
+class JsonOption:
+    """The form of what is printed."""
+
+    json: bool = arg(False, help="print one JSON object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(JsonOption):
     """Options of check."""
 
     prefixes: tuple[str, ...] = arg(
@@ -75,11 +82,10 @@ class CheckOptions:
         False,
         help="first write the checksums of .bin and .idx to PREFIX.json (pairs of other programs)",
     )
-    json: bool = arg(False, help="print one JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions(TokenizerConfig):
+class ShowOptions(TokenizerConfig, JsonOption):
     """Options of show."""
 
     prefix: str = arg(
@@ -94,15 +100,13 @@ class ShowOptions(TokenizerConfig):
         help="trained tokens in green instead of [[...]]; auto: if stdout is a terminal and "
         "NO_COLOR is not set",
     )
-    json: bool = arg(False, help="print one JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtOptions(RunOptions):
+class AtOptions(RunOptions, JsonOption):
     """Options of at."""
 
     iteration: int = arg(minimum=1, help="iteration, as numbered in the log")
-    json: bool = arg(False, help="print one JSON object")
     data_ledger: str | None = arg(
         None,
         metavar="FILE",
@@ -111,16 +115,15 @@ class AtOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindOptions(RunOptions):
+class FindOptions(RunOptions, JsonOption):
     """Options of find."""
 
     document: int = arg(minimum=0, help="number of the document in its data set, from 0")
     prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
-    json: bool = arg(False, help="print one JSON object")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceOptions:
+class SourceOptions(JsonOption):
     """Options of source."""
 
     prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
@@ -129,7 +132,6 @@ class SourceOptions:
         None,
         help="the documents with this value of the first key of preprocess_data.py --metadata-keys",
     )
-    json: bool = arg(False, help="print one JSON object")
 
     def problems(self) -> list[str]:
         """What is wrong with them."""
@@ -139,7 +141,7 @@ class SourceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CardOptions:
+class CardOptions(JsonOption):
     """Options of card."""
 
     prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
@@ -149,7 +151,6 @@ class CardOptions:
         help="of preprocess_data.py --metadata-keys: a row for all documents with the same values "
         "of these (default: a row for each input file)",
     )
-    json: bool = arg(False, help="print one JSON object")
 
 
 # --- check
@@ -316,12 +317,6 @@ def _tokenizer(prefix: str, report: dict[str, Any]) -> dict[str, Any] | None:
     return made_by
 
 
-def _of_first(pair: dict[str, Any], options: CheckOptions) -> str:
-    """Of how many tokens the ids were read, if not of all."""
-    all_read = options.all_tokens or pair["tokens"] <= IDS_READ
-    return "" if all_read else f" (of the first {IDS_READ:,} tokens)"
-
-
 def _checker(path: str) -> Callable[..., dict[str, Any]]:
     """What checks this path."""
     formats = (
@@ -354,10 +349,12 @@ def check(options: CheckOptions) -> int:
             empty = f", {pair['empty_documents']} of them empty" if pair["empty_documents"] else ""
             if "trained_tokens" in pair:
                 empty += f", {pair['trained_tokens']} tokens trained"
+            all_read = options.all_tokens or pair["tokens"] <= IDS_READ
+            part = "" if all_read else f" (of the first {IDS_READ:,} tokens)"
             print(
                 f"{pair['prefix']}: {pair['documents']} documents{empty}, {pair['tokens']} tokens "
                 f"of {pair['dtype']}, ids {pair['smallest_id']} .. "
-                f"{pair['largest_id']}{_of_first(pair, options)}, "
+                f"{pair['largest_id']}{part}, "
                 f"{_named(pair['tokenizer'])}"
                 f"{'' if pair.get('checksums') else ', no checksums'}"
             )
@@ -541,24 +538,18 @@ def cell(value: Any) -> str:
 
 def describe_sample(reading: Reading, sample: int) -> dict[str, Any]:
     """A sample's hash and pieces; a `text` is the beginning of its span."""
-    tokens = reading.tokens(sample)
-    spans = []
-    position = 0
-    for span in reading.spans_of(sample):
-        head = tokens[position : position + min(HEAD, span.length)].tolist()
-        position += span.length
-        known = all(0 <= token < reading.tokenizer.vocab_size for token in head)
-        spans.append(
-            {
-                "dataset": span.prefix,
-                "document": span.document,
-                "offset": span.offset,
-                "tokens": span.length,
-                "bytes": None if span.first_byte is None else [span.first_byte, span.end_byte],
-                "text": reading.tokenizer.detokenize(head) if known else None,
-                "ids": head,
-            }
-        )
+    spans = [
+        {
+            "dataset": span.prefix,
+            "document": span.document,
+            "offset": span.offset,
+            "tokens": span.length,
+            "bytes": None if span.first_byte is None else [span.first_byte, span.end_byte],
+            "text": reading.text(ids[:HEAD]),
+            "ids": ids[:HEAD].tolist(),
+        }
+        for span, _, ids in reading.pieces(sample)
+    ]
     return {"hash": f"{tokens_hash(reading.dataset[sample]):016x}", "pieces": spans}
 
 

@@ -41,16 +41,13 @@ from megatron.data.blend.paths import PARTIAL, expand
 from megatron.data.document_sources import sources_path
 from megatron.data.indexed_dataset import (
     BLOCK,
-    CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
     IndexedDataset,
     bin_path,
     idx_path,
 )
 from megatron.data.pair_checksums import describe_with_sums, verify_tokens
 from megatron.data.parts import part_set
+from megatron.data.preprocess.dataset_writer import write_index
 from megatron.data.tokenizers.joined_metadata import common_maker, joined_counts
 from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import run_program
@@ -211,38 +208,22 @@ def write_idx(prefixes: Sequence[str], path: str, progress: Progress) -> tuple[i
     """The index of all sequences; (tokens, sequences, documents)."""
     sizes = [(len(corpus), corpus.num_documents) for corpus in map(IndexedDataset, prefixes)]
     sequences, documents = (sum(column) for column in zip(*sizes, strict=True))
+
+    def lengths() -> Iterator[np.ndarray]:
+        for corpus in map(IndexedDataset, prefixes):
+            for first in range(0, len(corpus), BLOCK):
+                block = corpus.sequence_lengths[first : first + BLOCK]
+                progress.shift += 8 * len(block)
+                progress.update(0, "index")
+                yield block
+
+    counts = (
+        np.diff(corpus.document_indices[first : first + BLOCK + 1])
+        for corpus in map(IndexedDataset, prefixes)
+        for first in range(0, corpus.num_documents, BLOCK)
+    )
     dtype = IndexedDataset(prefixes[0]).dtype
-    token = 0
-
-    def write(numbers: np.ndarray) -> None:
-        file.write(numbers.tobytes())
-        progress.shift += numbers.nbytes
-        progress.update(0, "index")
-
-    with open(path, "xb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sequences, documents + 1))
-        for prefix in prefixes:
-            for block in _blocks(IndexedDataset(prefix).sequence_lengths):
-                write(block)
-        for prefix in prefixes:
-            for block in _blocks(IndexedDataset(prefix).sequence_lengths):
-                ends = np.cumsum(block, dtype=np.int64) + token
-                write(((ends - block) * dtype.itemsize).astype("<i8"))
-                token = int(ends[-1])
-        file.write(np.int64(0).tobytes())
-        shift = 0
-        for prefix, (count, _) in zip(prefixes, sizes, strict=True):
-            for block in _blocks(IndexedDataset(prefix).document_indices[1:]):
-                write((block + shift).astype("<i8"))
-            shift += count
-        file.flush()
-        os.fsync(file.fileno())
-    return token, sequences, documents
-
-
-def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    for first in range(0, len(array), BLOCK):
-        yield array[first : first + BLOCK]
+    return write_index(path, dtype, (sequences, documents), lengths, counts), sequences, documents
 
 
 def merge(

@@ -267,8 +267,9 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         list(check_tokenizer.problems(config.tokenizer))
         + _chat_problems(config, parsed.typed, files)
         + _output_problems(config)
-        + _task_problems(config, parsed.typed, files)
-        + _metadata_problems(config, files)
+        + _task_problems(config, parsed.typed)
+        + _order_problems(config, files)
+        + _twice("--metadata-keys", config.read.metadata_keys)
         + out_of_range(parser, parsed)
     )
     texts = [file for file in files if TEXT_FILE.search(file)]
@@ -319,7 +320,7 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
     return problems
 
 
-def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
+def _task_problems(config: Config, typed: Mapping[str, object]) -> list[str]:
     run = config.run
     if run.cluster_address and not run.cluster:
         return ["--cluster-address: only works with --cluster; add it [flag-needs-other-flag]"]
@@ -329,16 +330,7 @@ def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[
             if "part_bytes" in typed
             else []
         )
-    problems = [
-        f"--input {file}: is no regular file, which {run.in_parts} needs [file-not-readable]"
-        for file in files
-        if not os.path.isfile(file)
-    ]
-    if run.partitions > 1 and not run.keep_sequential_samples:
-        problems.append(
-            f"--partitions {run.partitions}: with {run.in_parts} the documents stay in the order "
-            "of the input; remove it [flags-exclude-each-other]"
-        )
+    problems = []
     if run.cluster:
         from megatron.data.parts import ray_engine
 
@@ -357,28 +349,31 @@ def _task_problems(config: Config, typed: Mapping[str, object], files: Sequence[
     return problems
 
 
-def _metadata_problems(config: Config, files: Sequence[str]) -> list[str]:
-    keys = config.read.metadata_keys
-    if not keys:
+def _order_problems(config: Config, files: Sequence[str]) -> list[str]:
+    """Of flags that need the input as it lies in files, in its order."""
+    run = config.run
+    flag = run.in_parts or "--metadata-keys" * bool(config.read.metadata_keys)
+    if not flag:
         return []
     problems = [
-        f"--metadata-keys {key}: is given twice; give each key once [json-keys-malformed]"
-        for key in dict.fromkeys(keys)
-        if keys.count(key) > 1
-    ]
-    if config.run.in_parts:  # which refuses the rest already
-        return problems
-    problems += [
-        f"--input {file}: is no regular file, which --metadata-keys needs [file-not-readable]"
+        f"--input {file}: is no regular file, which {flag} needs [file-not-readable]"
         for file in files
         if not os.path.isfile(file)
     ]
-    if config.run.partitions > 1 and not config.run.keep_sequential_samples:
+    if run.partitions > 1 and not run.keep_sequential_samples:
         problems.append(
-            f"--partitions {config.run.partitions}: with --metadata-keys the documents stay in the "
-            "order of the input; remove it [flags-exclude-each-other]"
+            f"--partitions {run.partitions}: with {flag} the documents stay in the order of the "
+            "input; remove it [flags-exclude-each-other]"
         )
     return problems
+
+
+def _twice(flag: str, keys: Sequence[str]) -> list[str]:
+    return [
+        f"{flag} {key}: is given twice; give each key once [json-keys-malformed]"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
 
 
 def _refused(flag: str) -> str | None:
@@ -388,11 +383,7 @@ def _refused(flag: str) -> str | None:
 def _output_problems(config: Config) -> list[str]:
     prefix = config.write.output_prefix
     keys = config.read.json_keys
-    twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    problems = [
-        f"--json-keys {key}: is given twice; give each key once [json-keys-malformed]"
-        for key in twice
-    ]
+    problems = _twice("--json-keys", keys)
     problems += [
         f"--json-keys {key}: names a file, so it cannot hold a slash [json-keys-malformed]"
         for key in keys

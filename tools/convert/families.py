@@ -45,8 +45,15 @@ def read_config(keys: Keys, max_positions: int | None = None) -> tuple[Family, M
     if architectures != [family.architecture]:
         keys.refuse("architectures", architectures, f"{family.architecture} is converted")
     keys.must_be("quantization_config", why="give the model in full precision")
-    if max_positions is not None:
-        _shorten(keys, max_positions)
+    positions = keys.table.get("max_position_embeddings")
+    if max_positions is not None and isinstance(positions, int) and 0 < max_positions <= positions:
+        keys.table = keys.table | {"max_position_embeddings": max_positions}
+    elif max_positions is not None:
+        keys.problems.append(
+            f"--max-position-embeddings {max_positions}: can only shorten the context of a model "
+            f"with rotary positions; {keys.source} has "
+            f"{positions if positions else 'a table of positions'}"
+        )
     flags = family.read(keys)
     rows = keys.take("vocab_size")
     flags = {
@@ -56,18 +63,6 @@ def read_config(keys: Keys, max_positions: int | None = None) -> tuple[Family, M
     } | flags
     keys.done()
     return family, ModelConfig(**flags), rows
-
-
-def _shorten(keys: Keys, max_positions: int) -> None:
-    positions = keys.table.get("max_position_embeddings")
-    if not isinstance(positions, int) or not 0 < max_positions <= positions:
-        keys.problems.append(
-            f"--max-position-embeddings {max_positions}: can only shorten the context of a model "
-            f"with rotary positions; {keys.source} has "
-            f"{positions if positions else 'a table of positions'}"
-        )
-    else:
-        keys.table = keys.table | {"max_position_embeddings": max_positions}
 
 
 def config_for(

@@ -93,7 +93,14 @@ class HFFolder(ExitStack):
             weight_map = None
             names = [SINGLE]
         else:
-            raise ConversionError(self._no_weights())
+            pickled = [name for name in self._names() if name.endswith(".bin")]
+            raise ConversionError(
+                f"{self.path}: {pickled[0]} is a pickle, which may run code when it is read, and "
+                f"there is no {SINGLE}; give the model as safetensors (in transformers: "
+                "model.save_pretrained(DIR))"
+                if pickled
+                else f"{self.path}: neither {SINGLE} nor {INDEX} is there"
+            )
         for name in names:
             self._files[name] = self.enter_context(
                 self._remote.open(name)
@@ -127,16 +134,6 @@ class HFFolder(ExitStack):
         """Raise ConversionError if a file in an object store is not the one that was opened."""
         if self._remote:
             self._remote.check_unchanged()
-
-    def _no_weights(self) -> str:
-        pickled = [name for name in self._names() if name.endswith(".bin")]
-        if pickled:
-            return (
-                f"{self.path}: {pickled[0]} is a pickle, which may run code when it is read, and "
-                f"there is no {SINGLE}; give the model as safetensors (in transformers: "
-                "model.save_pretrained(DIR))"
-            )
-        return f"{self.path}: neither {SINGLE} nor {INDEX} is there"
 
     @property
     def largest_shard(self) -> int:

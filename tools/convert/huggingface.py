@@ -105,10 +105,11 @@ class HFModel(ExitStack):
         self.short = bool(self.family.optional) and not any(
             name.startswith(self.family.optional) for name in headers
         )
-        return {self._full(name): header for name, header in headers.items()}
-
-    def _full(self, name: str) -> str:
-        return self.family.optional + name if self.short and name != "lm_head.weight" else name
+        prefix = self.family.optional if self.short else ""
+        return {
+            name if name == "lm_head.weight" else prefix + name: header
+            for name, header in headers.items()
+        }
 
     def _tied_copies(self) -> set[str]:
         """Output matrices of a tied model that the files hold too: they must be the embedding, bit

@@ -30,7 +30,7 @@ from megatron.features.registry import RunConfig
 from megatron.small_files import path_inside, read_text
 from tools.convert import torch_dist
 from tools.convert.hf_files import new_folder, work_folder
-from tools.convert.links import ConversionError, is_vocabulary, joined
+from tools.convert.links import ConversionError, Shape, is_vocabulary, joined
 from tools.convert.megatron_names import TIED_COPY, args_for, flags_from, legacy_path, our_name
 from tools.convert.native import NativeCheckpoint, write_checkpoint
 from tools.convert.torch_dist_export import Exported, save, write_torch_dist
@@ -106,17 +106,21 @@ class MegatronCheckpoint:
     def __init__(self, source: Path):
         self.source = source
         files = read_all(find_ranks(source), ("model",))
-        first = files[0, 0].values
-        self.args: dict[str, Any] = first["args"] if isinstance(first.get("args"), dict) else {}
-        version = first.get("checkpoint_version", 0)
-        if not isinstance(version, (int, float)) or version < 2.0:
-            raise ConversionError(
-                f"{self.source}: checkpoint_version {version}: queries, keys and values are in an "
-                "older order; save it again with Megatron-LM of 2021 or later"
-            )
+        self._read_args(files[0, 0])
         self._open(files)
         if any("language_model." in path for path in self.files[0, 0].tensors):
             self.kind = "legacy"
+
+    def _read_args(self, file: TorchFile) -> None:
+        """Note the arguments in a file. Raises ConversionError for one of an old version."""
+        args = file.values.get("args")
+        self.args: dict[str, Any] = args if isinstance(args, dict) else {}
+        version = file.values.get("checkpoint_version", 0)
+        if not isinstance(version, (int, float)) or version < 2.0:
+            raise ConversionError(
+                f"{file.path}: checkpoint_version {version!r}: queries, keys and values are in an "
+                "older order; save it again with a Megatron of 2021 or later"
+            )
 
     def _open(self, files: Mapping[tuple[int, int], TorchFile]) -> None:
         """Note where the tensors in the files of all (tensor, pipeline) ranks are."""
@@ -162,7 +166,11 @@ class MegatronCheckpoint:
                 f"{self.source}: num_experts {model.num_experts} cannot be represented here: "
                 "experts are converted from --ckpt-format torch_dist alone"
             )
-        _check(self, table, model)
+        sizes = {"tp": self.tp}
+        expected = {
+            name: _their_shape(spec, spec.local_shape(sizes), model) for name, spec in table.items()
+        }
+        check_parts(self, expected)
         _check_copies(self)
         return [
             Entry(
@@ -223,28 +231,31 @@ def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) 
     return (*shape[:lead], shape[lead] * shape[lead + 1], *shape[lead + 2 :])
 
 
-def _check(
-    checkpoint: MegatronCheckpoint, table: Mapping[str, ParameterSpec], model: ModelConfig
+def check_parts(
+    checkpoint: MegatronCheckpoint,
+    expected: Mapping[str, Shape],
+    on_one_rank: Collection[str] = (),
+    hint: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Raise ConversionError unless their tensors are exactly those of the table, on every tensor
-    rank."""
-    source = checkpoint.source
-    lines = [f"{source}: {name} is missing" for name in table if name not in checkpoint.parts]
+    """Raise ConversionError unless the parts of a checkpoint's tensors have just these shapes, on
+    every tensor rank; those `on_one_rank` may be on one. `hint`: more to say of one that has
+    not."""
+    source, tp = checkpoint.source, checkpoint.tp
+    lines = [f"{source}: {name} is missing" for name in expected if name not in checkpoint.parts]
     lines += [
         f"{source}: {parts[0].path} is not a part of this model"
         for name, parts in checkpoint.parts.items()
-        if name not in table
+        if name not in expected
     ]
-    for name in table.keys() & checkpoint.parts.keys():
+    for name in expected.keys() & checkpoint.parts.keys():
         parts = checkpoint.parts[name]
-        want = _their_shape(table[name], table[name].local_shape({"tp": checkpoint.tp}), model)
-        if len(parts) != checkpoint.tp:
-            lines.append(f"{source}: {name} is on {len(parts)} of {checkpoint.tp} tensor ranks")
+        if len(parts) != tp and not (name in on_one_rank and len(parts) == 1):
+            lines.append(f"{source}: {name} is on {len(parts)} of {tp} tensor ranks")
         lines += [
             f"{part.file}: {part.path} has shape {list(part.shape)}, should be "
-            f"{list(want)} by its arguments"
+            f"{list(expected[name])} by its arguments{hint(name)}"
             for part in parts
-            if part.shape != want
+            if part.shape != expected[name]
         ]
         if len({part.dtype for part in parts}) > 1:
             lines.append(f"{source}: {name} has another dtype on each tensor rank")

@@ -6,14 +6,13 @@ group in both, and a gated matrix is gate rows, then up rows, on each rank.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
-from megatron.arguments import ForeignFlags, flags_of
+from megatron.arguments import flags_of
 from megatron.config import command_line
 from megatron.config.model import ModelConfig
 from megatron.features.registry import RunConfig
@@ -319,6 +318,7 @@ def _renamed(
 def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> list[str]:
     """What is wrong with the arguments that are no flags here."""
     flags = flags_of(RunConfig)
+    foreign = command_line.foreign_flags(RunConfig)
     problems = []
     unknown = {}
     for name, value in args.items():
@@ -330,18 +330,13 @@ def _refused(args: Mapping[str, Any], source: str, ignored: Collection[str]) -> 
         elif not (
             name in ignored
             or is_unset(value)
-            or _foreign_flags().changes_nothing(name, value)
+            or foreign.changes_nothing(name, value)
             or _HARMLESS.fullmatch(name)
         ):
             unknown[name] = value
     if unknown:
         problems.append(not_known(source, unknown))
     return problems
-
-
-@functools.cache
-def _foreign_flags() -> ForeignFlags:
-    return command_line.foreign_flags(RunConfig)
 
 
 def _convert(flags: dict[str, Any], source: str) -> list[str]:

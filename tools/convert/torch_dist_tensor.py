@@ -109,7 +109,8 @@ def read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
         for name, entry in metadata["state_dict_metadata"].items():
             if entry is None:
                 if _OPTIMIZER.fullmatch(name):
-                    objects[name] = _object(*_location(folder, stored[name, ()]))
+                    file, section = _location(folder, stored[name, ()], MAX_PICKLE_BYTES)
+                    objects[name] = read_file(file, section=section).root
                 continue
             chunks = []
             for chunk in entry["chunks"]:
@@ -131,12 +132,6 @@ def read_index(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     return tensors, objects
 
 
-def _object(file: Path, section: tuple[int, int]) -> Any:
-    if section[1] > MAX_PICKLE_BYTES:
-        raise ValueError(f"an object has {section[1]} bytes")
-    return read_file(file, section=section).root
-
-
 def _numbers(value: Any) -> tuple[int, ...]:
     """A shape or an offset. Raises ValueError, TypeError."""
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in value):
@@ -144,9 +139,11 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _location(folder: Path, info: dict[str, Any]) -> tuple[Path, tuple[int, int]]:
+def _location(
+    folder: Path, info: dict[str, Any], limit: int = 1 << 48
+) -> tuple[Path, tuple[int, int]]:
     """(file, section) of what was stored. Raises UnsafeName, ValueError."""
-    if info.get("transform_descriptors"):
-        raise ValueError("its tensors are compressed or encrypted, which is not read")
     start, length = _numbers((info["offset"], info["length"]))
+    if info.get("transform_descriptors") or length > limit:
+        raise ValueError("its data are compressed or encrypted, which is not read, or too long")
     return path_inside(folder, info["relative_path"]), (start, length)

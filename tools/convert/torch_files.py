@@ -113,8 +113,10 @@ def read_file(
             return _Archive(path, data, section[0]).content(prefixes)
     except (ConversionError, UnsafeName):
         raise
+    except OSError as error:
+        raise ConversionError(f"{path}: cannot be read ({error.strerror or error})") from None
     # zipfile has many, and numbers may be texts: always the file's fault
-    except (OSError, EOFError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile) as error:
+    except (EOFError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ConversionError(
             f"{path}: is damaged, or no zip file as torch.save writes it since version 1.6 "
             f"({error}); load an older one there and save it again"

@@ -43,7 +43,12 @@ class Access:
             return
         host = request.headers.get("host")
         origin = request.headers.get("origin")
-        if self.local and host is not None and not self._is_own_host(host):
+        if (
+            self.local
+            and host is not None
+            and name_of(host) != self.host.lower()
+            and not is_loopback(name_of(host))
+        ):
             raise ApiError(
                 403,
                 f"Host {host[:100]}: without --api-key the server answers to localhost, loopback "
@@ -59,10 +64,6 @@ class Access:
                     "and to pages of this machine",
                     code="origin_not_allowed",
                 )
-
-    def _is_own_host(self, host: str) -> bool:
-        name = name_of(host)
-        return name == self.host.lower() or is_loopback(name)
 
 
 def check_content_type(request: Request) -> None:

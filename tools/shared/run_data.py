@@ -69,6 +69,19 @@ class Reading:
         spans = self.dataset.spans_of(sample)
         return [replace(span, prefix=self.name_of(span.prefix)) for span in spans]
 
+    def pieces(self, sample: int) -> Iterator[tuple[TokenSpan, int, np.ndarray]]:
+        """The pieces of a sample, each with its place in it and its ids."""
+        tokens = self.tokens(sample)
+        position = 0
+        for span in self.spans_of(sample):
+            yield span, position, tokens[position : position + span.length]
+            position += span.length
+
+    def text(self, ids: np.ndarray) -> str | None:
+        """The text of ids that the tokenizer has; None of others, and of none."""
+        known = bool(len(ids)) and 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocab_size
+        return self.tokenizer.detokenize(ids.tolist()) if known else None
+
     def first_sample(self, iteration: int) -> int:
         """Samples consumed before an iteration."""
         return self.plan.batch.samples_before(iteration) + self.shift

@@ -7,8 +7,10 @@ import os
 import shutil
 import uuid
 from array import array
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
@@ -31,6 +33,37 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype:
     """
     small = vocab_size is not None and vocab_size < 65500
     return np.dtype("<u2" if small else "<i4")
+
+
+def write_index(
+    path: str,
+    dtype: np.dtype,
+    sizes: tuple[int, int],
+    lengths: Callable[[], Iterable[np.ndarray]],
+    counts: Iterable[np.ndarray],
+) -> int:
+    """Write an index of `sizes` (sequences, documents), durably, and return its tokens: `lengths`
+    gives those of the sequences, array by array, `counts` are the documents' numbers of
+    sequences."""
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], sizes[0], sizes[1] + 1))
+        for numbers in lengths():
+            file.write(numbers.astype("<i4").tobytes())
+        tokens = _write_starts(file, lengths(), dtype.itemsize)
+        file.write(np.int64(_write_starts(file, counts, 1)).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    return tokens
+
+
+def _write_starts(file: BinaryIO, arrays: Iterable[np.ndarray], unit: int) -> int:
+    """Where each of these sizes begins if they lie side by side, int64, times `unit`; their sum."""
+    before = 0
+    for sizes in filter(len, arrays):
+        ends = before + np.cumsum(sizes, dtype=np.int64)
+        file.write(((ends - sizes) * unit).astype("<i8").tobytes())
+        before = int(ends[-1])
+    return before
 
 
 class IndexedDatasetBuilder:
@@ -114,21 +147,9 @@ class IndexedDatasetBuilder:
     def finalize(self) -> None:
         """Write the index, make both files durable, and give them their final names."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
-        pointers = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        with open(self._partial_idx, "wb") as file:
-            file.write(
-                HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents))
-            )
-            for array_of_index, dtype in (
-                (lengths, "<i4"),
-                (pointers, "<i8"),
-                (np.asarray(self._documents), "<i8"),
-            ):
-                file.write(array_of_index.astype(dtype, copy=False).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        counts = np.diff(self._documents)
+        sizes = len(lengths), len(counts)
+        write_index(self._partial_idx, self.dtype, sizes, lambda: [lengths], [counts])
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()

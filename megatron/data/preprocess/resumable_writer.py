@@ -31,8 +31,9 @@ from megatron import log
 from megatron.checksums import table_sum
 from megatron.data import document_sources
 from megatron.data.document_sources import Trailer, sources_path
-from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
+from megatron.data.preprocess.dataset_writer import write_index
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import Block, InputPosition
 from megatron.data.tokenizers.metadata import json_path
@@ -419,33 +420,17 @@ class Unfinished:
         os.truncate(f"{self.folder}/bad", self._bad_size)
 
     def _write_index(self, key: int) -> None:
-        """The index of a pair out of its lengths and counts, a piece at a time. Source:
-        `indexed_dataset`."""
+        """The index of a pair out of its lengths and counts, a piece at a time."""
         lengths, counts = (self._path(key, 0, kind) for kind in KINDS[1:])
-        sizes = [os.path.getsize(path) // 4 for path in (lengths, counts)]
-        with open(self._path(key, 0, "idx"), "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sizes[0], sizes[1] + 1))
-            for numbers in _numbers(lengths):
-                file.write(numbers.astype("<i4").tobytes())
-            _write_starts(file, lengths, self.dtype.itemsize)
-            file.write(np.asarray([_write_starts(file, counts, 1)], "<i8").tobytes())
+        sizes = os.path.getsize(lengths) // 4, os.path.getsize(counts) // 4
+        path = self._path(key, 0, "idx")
+        write_index(path, self.dtype, sizes, lambda: _numbers(lengths), _numbers(counts))
 
 
 def _numbers(path: str) -> Iterator[np.ndarray]:
     with open(path, "rb") as file:
         while len(numbers := np.fromfile(file, np.int32, NUMBERS)):
             yield numbers
-
-
-def _write_starts(file: io.BufferedWriter, path: str, unit: int) -> int:
-    """Where each of these sizes begins if they lie side by side, int64, times `unit`; where the
-    last one ends."""
-    before = 0
-    for numbers in _numbers(path):
-        ends = before + np.cumsum(numbers, dtype=np.int64)
-        file.write(((ends - numbers) * unit).astype("<i8").tobytes())
-        before = int(ends[-1])
-    return before * unit
 
 
 def _append(source: str, target: str) -> None:

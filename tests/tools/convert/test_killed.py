@@ -46,7 +46,7 @@ MORE = (
     (HF_EXPORT, "write", 2),
     (["megatron-import", "theirs", "new"], "write", 2),
     (["megatron-import", "theirs", "new"], "rename", 3),
-    (["megatron-export", "ours", "new"], "write", 1),
+    (["megatron-export", "ours", "new"], "rename", 1),
 )
 
 

@@ -90,16 +90,8 @@ class DeepSpeedCheckpoint(MegatronCheckpoint):
                 "be 0, 1, 2, ..."
             )
         opened = read_all({m: source / name for m, name in ranks.items()}, ("module.",))
-        values = opened[0].values
-        args = values.get("args")
-        self.args = args if isinstance(args, dict) else {}
-        version = values.get("checkpoint_version", 0)
-        if not isinstance(version, (int, float)) or version < 2.0:
-            raise ConversionError(
-                f"{source / ranks[0]}: checkpoint_version {version!r}: queries, keys and values "
-                "are in an older order; save it again with Megatron-DeepSpeed of 2021 or later"
-            )
-        self._root = values
+        self._read_args(opened[0])
+        self._root = opened[0].values
         self._names: dict[str, str] = {}  # ours by those of ZeRO's files
         if layers:
             self.parts = {}

@@ -39,7 +39,7 @@ class RemoteFolder:
 
     def size(self, name: str) -> int:
         """Bytes of a file; what the store says of it now is compared by `check_unchanged`."""
-        self._first_facts[name] = self._facts(name)
+        self._first_facts[name] = self._asked(self.remote.facts, name)
         return self._first_facts[name]["size"]
 
     def read(self, name: str, start: int, view: memoryview) -> None:
@@ -50,7 +50,7 @@ class RemoteFolder:
 
         def fetch(low: int) -> None:
             section = view[low : low + BLOCK_BYTES]
-            section[:] = self._fetched(name, start + low, len(section))
+            section[:] = self._asked(self.remote.read, name, start + low, len(section))
 
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(fetch, range(0, len(view), BLOCK_BYTES)))
@@ -59,25 +59,21 @@ class RemoteFolder:
         file, first, data = self._ahead
         if file != name or not first <= start <= start + length <= first + len(data):
             first = start
-            data = self._fetched(name, first, min(AHEAD, self._first_facts[name]["size"] - first))
+            data = self._asked(
+                self.remote.read, name, first, min(AHEAD, self._first_facts[name]["size"] - first)
+            )
             self._ahead = name, first, data
         return data[start - first : start - first + length]
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file is not the one that was opened."""
         for name, facts in self._first_facts.items():
-            if self._facts(name) != facts:
+            if self._asked(self.remote.facts, name) != facts:
                 raise _changed(f"{self}/{name}")
 
-    def _facts(self, name: str) -> dict[str, Any]:
+    def _asked(self, ask: Callable[..., Any], name: str, *section: int) -> Any:
         try:
-            return self.remote.facts(name)
-        except FileNotFoundError:
-            raise _changed(f"{self}/{name}") from None
-
-    def _fetched(self, name: str, start: int, length: int) -> bytes:
-        try:
-            return self.remote.read(name, start, length)
+            return ask(name, *section)
         except FileNotFoundError:
             raise _changed(f"{self}/{name}") from None
 

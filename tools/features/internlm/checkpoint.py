@@ -30,8 +30,8 @@ from megatron.config.plan.parameters import (
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.config_keys import is_unset, names_of, not_known
 from tools.convert.hf_files import new_folder
-from tools.convert.links import QKV, ConversionError
-from tools.convert.megatron_layout import MegatronCheckpoint
+from tools.convert.links import QKV, ConversionError, Shape
+from tools.convert.megatron_layout import MegatronCheckpoint, check_parts
 from tools.convert.native import write_checkpoint
 from tools.convert.torch_files import StoredPart, read_all, read_file
 from tools.features.internlm.choices import MLP_ORDERS
@@ -239,31 +239,28 @@ def _model(
 
 
 def _check(
-    source: Path,
-    model: ModelConfig,
-    rows: int,
-    tensors: Tensors,
-    order: str,
-    tp: int,
-    split_hidden: bool,
+    checkpoint: InternLMCheckpoint, model: ModelConfig, rows: int, order: str, split_hidden: bool
 ) -> None:
     """Raise ConversionError for what is missing, of another shape, or no part of this model."""
-    used = set()
-    problems = []
+    expected: dict[str, Shape] = {}
+    on_one_rank = set()
     for spec in parameter_table(model, rows, rows):
         names = _sources(spec.name, order)
-        used |= set(names)
-        lost = [name for name in names if name not in tensors]
-        if lost:
-            problems.append(f"{source}: {lost[0]} is missing")
-            continue
-        stored = {name: tensors[name] for name in names}
-        problems += _misfits(spec.name, spec.shape, stored, tp, split_hidden, source)
-    problems += [
-        f"{source}: {name} is not a part of this model" for name in sorted(tensors.keys() - used)
-    ]
-    if problems:
-        raise ConversionError("\n".join(problems[:20]))
+        shape = list(spec.shape[1:] if ".linear_fc1." in spec.name else spec.shape)
+        by_columns = spec.name.endswith(("linear_proj.weight", "linear_fc2.weight")) or (
+            spec.name == WORD_EMBEDDING and split_hidden
+        )
+        if spec.name.endswith("linear_proj.bias"):  # on all ranks in some files
+            on_one_rank |= set(names)
+        elif "layernorm" not in spec.name:
+            shape[1 if by_columns else 0] //= checkpoint.tp
+        expected |= dict.fromkeys(names, tuple(shape))
+    check_parts(
+        checkpoint,
+        expected,
+        on_one_rank,
+        lambda name: "; is --mlp-weights the other one?" if ".mlp.w" in name else "",
+    )
 
 
 def _made_of(
@@ -299,7 +296,7 @@ def internlm_import(
     order = order or _order(tensors, source)
     rows = config["vocab_size"]
     split = bool(config.get("embed_split_hidden"))
-    _check(source, model, rows, tensors, order, tp, split)
+    _check(checkpoint, model, rows, order, split)
     weights = list(_made_of(tensors, model, rows, order, split, ""))
     state = None
     if run:
@@ -338,34 +335,3 @@ def _summary(state: RunState | None, source: Path) -> str:
     if has_optimizer(source):
         lost += "; to resume, give --args with the flags that tools/internlm_config.py made"
     return lost
-
-
-def _misfits(
-    name: str,
-    shape: Sequence[int],
-    tensors: Tensors,
-    tp: int,
-    split_hidden: bool,
-    source: Path,
-) -> list[str]:
-    """What is wrong with the shapes of the parts of one tensor of ours."""
-    # on tensor rank 0 only; some files have it everywhere
-    alone = name.endswith("linear_proj.bias")
-    by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight")) or (
-        name == WORD_EMBEDDING and split_hidden
-    )
-    full_shape = list(shape[1:] if ".linear_fc1." in name else shape)
-    if "layernorm" not in name and not alone:
-        dim = 1 if by_columns else 0
-        full_shape[dim] //= tp
-    lines = []
-    for internlm_name, stored in tensors.items():
-        if len(stored) != tp and not (alone and len(stored) == 1):
-            lines.append(f"{source}: {internlm_name} is on {len(stored)} of {tp} tensor ranks")
-        hint = "; is --mlp-weights the other one?" if ".mlp.w" in internlm_name else ""
-        lines += [
-            f"{source}: {internlm_name} has shape {list(part.shape)}, should be {full_shape}{hint}"
-            for part in stored
-            if list(part.shape) != full_shape
-        ]
-    return lines

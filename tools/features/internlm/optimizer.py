@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +22,13 @@ from megatron.arguments import build_parser, config_from, parse_typed
 from megatron.checkpoint.state import RunState
 from megatron.config import architecture
 from megatron.config.model import ModelConfig
-from megatron.config.plan.zero_partition import SLACK
+from megatron.config.plan.zero_partition import whole_parameters
 from megatron.config.tree import Config
 from megatron.features.registry import RunConfig
 from megatron.optimizer.scheduler import OptimizerParamScheduler, schedule_steps
 from tools.convert.config_keys import MAX_INTEGER
 from tools.convert.links import ConversionError
+from tools.convert.run_counters import RunCounters
 from tools.convert.torch_files import StoredPart, TorchFile, read_all, read_file
 
 _FILE = re.compile(r"optimizer_tp(\d+)_pp(\d+)_zo(\d+)\.pt")
@@ -47,10 +48,10 @@ Ranks = dict[tuple[int, int], dict[str, StoredPart]]
 
 @dataclass(frozen=True)
 class Shards:
-    """By kind and parameter its parts on the tensor ranks; number of updates; loss scale."""
+    """By kind and parameter its parts on the tensor ranks; numbers of updates; loss scale."""
 
     parts: Mapping[str, Mapping[str, list[StoredPart]]]
-    updates: int
+    updates: Collection[float]
     scaler: Mapping[str, float]
 
 
@@ -111,19 +112,14 @@ def optimizer_parts(source: Path, ranks: Ranks) -> Shards:
             for kind, path in _BUFFERS.items():
                 part = file.tensors[path].part(start, model[name].shape)
                 parts[kind].setdefault(name, []).append(part)
-    counts = {
+    counts = [
         _scalar(file, _ADAM + "step") for file in opened if _BUFFERS["exp_avg"] in file.tensors
-    }
-    updates = next(iter(counts)) if len(counts) == 1 else None
-    if updates is None or updates != int(updates) or updates < 0:
-        raise ConversionError(
-            f"{source}: the optimizer's number of updates is {counts}, should be one number; "
-            f"{_REMEDY}"
-        )
+    ]
+    updates = {-1 if count is None else count for count in counts}
     names = ("_scale", "_growth_step", "_hysteresis_step")
     scaler = {name: _scalar(opened[0], f"grad_scaler.{name}") for name in names}
     return Shards(
-        parts, int(updates), {name: number for name, number in scaler.items() if number is not None}
+        parts, updates, {name: number for name, number in scaler.items() if number is not None}
     )
 
 
@@ -134,8 +130,13 @@ def _located(
     lengths = [_length(file) for file in shards]
     sizes = {name: math.prod(part.shape) for name, part in model.items()}
     largest_first = sorted(sizes, key=lambda name: -sizes[name])
-    for rule in (_least_loaded, _in_order):
-        owner = rule(sizes, largest_first, len(shards))
+    in_order = whole_parameters([*sizes], [(size,) for size in sizes.values()], len(shards))
+    walked = zip(sizes, in_order.owners, strict=True)  # with overlap_sync_param
+    rules = (
+        _least_loaded(sizes, largest_first, len(shards)),
+        {name: rank for name, ((_, rank),) in walked},
+    )
+    for owner in rules:
         ends = [0] * len(shards)
         locations = {}
         for name in largest_first:
@@ -180,32 +181,15 @@ def _length(file: TorchFile) -> int:
     return shape[0]
 
 
-Owners = dict[str, int]
-Rule = Callable[[Mapping[str, int], Sequence[str], int], Owners]
-
-
-def _least_loaded(sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int) -> Owners:
+def _least_loaded(
+    sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int
+) -> dict[str, int]:
     """Each parameter, largest first, on the rank with the fewest numbers."""
     held = [0] * ranks
     owner = {}
     for name in largest_first:
         owner[name] = held.index(min(held))
         held[owner[name]] += sizes[name]
-    return owner
-
-
-def _in_order(sizes: Mapping[str, int], largest_first: Sequence[str], ranks: int) -> Owners:
-    """overlap_sync_param: in the model's order; a parameter with which a rank passes 1.01 of the
-    mean goes to the next rank, uncounted."""
-    mean = sum(sizes.values()) // ranks
-    held = rank = 0
-    owner = {}
-    for name, size in sizes.items():
-        held += size
-        if held * SLACK[1] > mean * SLACK[0] and rank < ranks - 1:
-            rank += 1
-            held = 0
-        owner[name] = rank
     return owner
 
 
@@ -256,27 +240,21 @@ def run_state(source: Path, run: Config, model: ModelConfig, shards: Shards) -> 
     steps = schedule_steps(run.optimizer, run.training, size, run.model.seq_length)
     schedule = OptimizerParamScheduler(SimpleNamespace(param_groups=[]), run.optimizer, steps)
     iteration = context["batch_count"] + 1  # InternLM's is the number of the last batch
-    return RunState(
-        iteration=iteration,
-        consumed_train_samples=iteration * size,
-        scheduler=schedule.state_dict() | {"num_steps": context["step_count"] * size},
-        optimizer={
-            "optimizer": "adam",
-            "step": shards.updates,
-            "grad_scaler": _loss_scale(source, run, shards.scaler),
-        },
+    counters = schedule.state_dict() | {"num_steps": context["step_count"] * size}
+    saved = shards.scaler
+    scaler = None
+    if run.precision.fp16 and run.precision.loss_scale is None:
+        scaler = {
+            "scale": saved.get("_scale"),
+            "growth_tracker": int(saved.get("_growth_step", 0)),
+            # InternLM counts overflows up, we count down from --hysteresis
+            "hysteresis_tracker": run.precision.hysteresis - int(saved.get("_hysteresis_step", 0)),
+        }
+    state = RunCounters(source, _REMEDY).run_state(
+        {"iteration": iteration},
+        {"consumed_train_samples": iteration * size},
+        counters,
+        shards.updates,
+        scaler,
     )
-
-
-def _loss_scale(source: Path, run: Config, saved: Mapping[str, float]) -> dict[str, Any] | None:
-    """The dynamic loss scale; InternLM counts overflows up, we count down from --hysteresis."""
-    if not run.precision.fp16 or run.precision.loss_scale is not None:
-        return None
-    scale = saved.get("_scale", 0.0)
-    if not 0 < scale < math.inf:
-        raise ConversionError(f"{source}: its loss scale is {scale}; {_REMEDY}")
-    return {
-        "scale": scale,
-        "growth_tracker": int(saved.get("_growth_step", 0)),
-        "hysteresis_tracker": run.precision.hysteresis - int(saved.get("_hysteresis_step", 0)),
-    }
+    return replace(state, scheduler=counters)

@@ -71,16 +71,7 @@ def to_flags(values: Mapping[str, Any], world_size: int) -> Args:
     _data(sections["data"], layout["dp"])
     _optimizer(sections, layout, dtype)
     _checkpoints(sections["ckpt"])
-    _alert(sections["monitor"])
-    sections["monitor"].ignore(
-        "tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir"
-    )
-    for section in sections.values():
-        section.done()
-    return args
-
-
-def _alert(monitor: Section) -> None:
+    monitor = sections["monitor"]
     alert = monitor.unread.get("alert")
     if isinstance(alert, Mapping) and alert.get("enable_feishu_alert"):
         monitor.refuse(
@@ -90,6 +81,12 @@ def _alert(monitor: Section) -> None:
             "which is not 0 when a run fails",
         )
     monitor.ignore("alert", why="no webhook here; logs and exit codes say what happened")
+    monitor.ignore(
+        "tensorboard", why="its queue has no counterpart; tensorboard_folder is --tensorboard-dir"
+    )
+    for section in sections.values():
+        section.done()
+    return args
 
 
 def _top(values: Mapping[str, Any], args: Args) -> str:
@@ -276,15 +273,21 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
     return {"dp": dp, "zero": zero}
 
 
-def _axis(parallel: Section, key: str) -> tuple[int, str | None]:
-    """(size, mode, which only tensor parallelism has) of a number or of a dict."""
+def _sized(parallel: Section, key: str, usual: int) -> tuple[int, Section]:
+    """(size, what else is said of it) of a number or of a dict."""
     value = parallel.take(
-        key, 1, lambda v: type(v) is int or isinstance(v, Mapping), "a number or a dict with a size"
+        key,
+        usual,
+        lambda v: type(v) is int or isinstance(v, Mapping),
+        "a number or a dict with a size",
     )
-    if not isinstance(value, Mapping):
-        return max(1, value), None
-    inner = Section(f"parallel.{key}", value, parallel.args)
-    count = max(1, inner.integer("size", 1, -1))
+    inner = Section(f"parallel.{key}", value if isinstance(value, Mapping) else {}, parallel.args)
+    return inner.integer("size", usual, -1) if isinstance(value, Mapping) else value, inner
+
+
+def _axis(parallel: Section, key: str) -> tuple[int, str | None]:
+    """(size, mode, which only tensor parallelism has)."""
+    count, inner = _sized(parallel, key, 1)
     mode = inner.text("mode", "mtp") if key == "tensor" else None
     if mode not in (None, "mtp", "msp"):
         inner.refuse(
@@ -298,21 +301,12 @@ def _axis(parallel: Section, key: str) -> tuple[int, str | None]:
     )
     inner.ignore("overlap", "memory_pool", why="has no counterpart")
     inner.done()
-    return count, mode
+    return max(1, count), mode
 
 
 def _zero_size(parallel: Section) -> int:
     """Ranks that share one optimizer; 0 or less: all."""
-    value = parallel.take(
-        "zero1",
-        -1,
-        lambda v: type(v) is int or isinstance(v, Mapping),
-        "a number or a dict with a size",
-    )
-    if not isinstance(value, Mapping):
-        return value
-    inner = Section("parallel.zero1", value, parallel.args)
-    size = inner.integer("size", -1, -1)
+    size, inner = _sized(parallel, "zero1", -1)
     inner.only("fsdp", False, "fully sharded weights are not built in")
     inner.done()
     return size

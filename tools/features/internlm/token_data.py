@@ -78,10 +78,6 @@ def to_internlm(path: str, out: str, progress: Callable[[int, int], None]) -> tu
     return len(documents.lengths), int(documents.lengths.sum())
 
 
-def _megatron_index(path: str) -> str:
-    return idx_path(path[:-4])
-
-
 def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
     """(a file, its result without .bin). Raises ValueError before anything is written if one cannot
     be."""
@@ -93,7 +89,7 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
         raise ValueError(
             f"{out}: is inside {folder}, or the other way round; give a directory apart from it"
         )
-    indices = (meta_path, _megatron_index)
+    indices = (meta_path, lambda path: idx_path(path[:-4]))
     input_index, output_index = indices if to is ToMegatron else indices[::-1]
     notes = (lambda path: json_path(path[:-4]),) if to is ToMegatron else ()
     inputs = [path for path in token_files(folder) if os.path.exists(input_index(path))]

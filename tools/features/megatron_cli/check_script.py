@@ -106,12 +106,9 @@ def fate(flags: Parser, words: Sequence[str]) -> tuple[str, str]:
     if parsed.problems:
         return "refused", ""
     foreign = megatron_flags.FOREIGN.get(flag.name)
-    if foreign is None:
+    value = parsed.typed.get(flag.name)
+    if foreign is None or foreign.shown(value) is None:  # Megatron's default
         return "supported", ""
-    value = parsed.typed[flag.name]
-    typed = foreign.shown(value)
-    if typed is None:
-        return "supported", ""  # Megatron's default
     if foreign.refuses(value):
         return "refused", ""
     if foreign.verdict == megatron_flags.READ_AS:

@@ -394,7 +394,8 @@ class Shell:
         if node.type == "raw_string":
             words.add(text[1:-1])
         elif node.type == "string":
-            if not re.fullmatch(r'"\$(@|\{\w+\[@\]\})"', text) or self.expand_array(text):
+            array = re.fullmatch(r'"\$(@|\{\w+\[@\]\})"', text)
+            if not array or braces(text.strip('"${}'), self.variables, self._expand_inner):
                 words.add("")
             self._add_children(node, words, quoted=True)
         elif node.type in ("concatenation", "command_name"):
@@ -405,7 +406,13 @@ class Shell:
         elif node.type == "command_substitution":
             words.add(self._substitute(node))
         elif text.startswith("$(("):
-            words.add(arithmetic(self._expand_dollars(text[3:-2]), self.variables) or text)
+            # `$NAME` and `${NAME}` in a sum
+            expression = re.sub(
+                r"\$\{([^{}]*)\}|\$(\w+)",
+                lambda m: first(braces(m[1] or m[2], self.variables, self._expand_inner)) or m[0],
+                text[3:-2],
+            )
+            words.add(arithmetic(expression, self.variables) or text)
         else:
             words.add(re.sub(r"\\(.)", r"\1", text))
 
@@ -426,9 +433,6 @@ class Shell:
                 self._add(child, words, quoted)
                 position = child.end_byte
 
-    def expand_array(self, text: str) -> Value | None:
-        return braces(text.strip('"${}'), self.variables, self._expand_inner)
-
     def _add_expansion(self, node: Node, words: _Words, quoted: bool) -> None:
         blanks, dollar, expression = _text(node).partition("$")
         if blanks:  # in a string the parser takes them as a part of `${`
@@ -442,14 +446,6 @@ class Shell:
             words.add(" ".join(value))
         else:
             words.add_value(value, quoted)
-
-    def _expand_dollars(self, text: str) -> str:
-        """`$NAME` and `${NAME}` in a sum."""
-        return re.sub(
-            r"\$\{([^{}]*)\}|\$(\w+)",
-            lambda m: first(braces(m[1] or m[2], self.variables, self._expand_inner)) or m[0],
-            text,
-        )
 
     def _substitute(self, node: Node) -> str:
         """`$(...)` of the commands whose answer is in the text; others as they are written."""

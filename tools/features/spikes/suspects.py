@@ -78,17 +78,14 @@ def batch_rows(
 
 def neighbours(reading: Reading, first: int, last: int) -> list[int]:
     """Iterations around a range, as many as give enough samples to compare with."""
+    iterations = reading.plan.train_iters
+    distances = range(1, iterations)
+    around = (n for far in distances for n in (first - far, last + far) if 1 <= n <= iterations)
     chosen: list[int] = []
-    before = first - 1
-    after = last + 1
     count = sum(reading.plan.global_batch_size(n) for n in range(first, last + 1))
-    while count < ENOUGH and (before >= 1 or after <= reading.plan.train_iters):
-        for n in (before, after):
-            if 1 <= n <= reading.plan.train_iters and count < ENOUGH:
-                chosen.append(n)
-                count += reading.plan.global_batch_size(n)
-        before = before - 1
-        after = after + 1
+    while count < ENOUGH and (n := next(around, None)):
+        chosen.append(n)
+        count += reading.plan.global_batch_size(n)
     return sorted(chosen)
 
 
@@ -96,20 +93,10 @@ def usual(reading: Reading, iterations: Sequence[int]) -> list[text_anomalies.Me
     """The measures of all that these iterations read, to compare with."""
     samples = (row.sample for iteration in iterations for row in batch_rows(reading, iteration))
     return [
-        text_anomalies.measure(ids, _text(reading, ids))
+        text_anomalies.measure(ids, reading.text(ids))
         for sample in samples
-        for _, _, ids in _cut(reading, sample, reading.tokens(sample))
+        for _, _, ids in reading.pieces(sample)
     ]
-
-
-def _cut(
-    reading: Reading, sample: int, tokens: np.ndarray
-) -> Iterator[tuple[TokenSpan, int, np.ndarray]]:
-    """The pieces of a sample, each with its place in it and its ids."""
-    position = 0
-    for token_span in reading.spans_of(sample):
-        yield token_span, position, tokens[position : position + token_span.length]
-        position += token_span.length
 
 
 def suspects(
@@ -124,15 +111,15 @@ def suspects(
     of_tokens = losses(samples) if losses else iter([None] * len(read))
     examined = []
     measures = []
-    for row, tokens, each in zip(read, samples, of_tokens, strict=True):
-        for token_span, position, ids in _cut(reading, row.sample, tokens):
+    for row, each in zip(read, of_tokens, strict=True):
+        for token_span, position, ids in reading.pieces(row.sample):
             # a token's loss stands before it
             own_losses = (
                 None
                 if each is None
                 else each[max(0, position - 1) : position - 1 + token_span.length]
             )
-            text = _text(reading, ids)
+            text = reading.text(ids)
             measures.append(text_anomalies.measure(ids, text))
             head = str(ids[:HEAD].tolist()) if text is None else text[: 6 * HEAD]
             examined.append((token_span, row, head, own_losses))
@@ -142,11 +129,6 @@ def suspects(
             text_anomalies.rank(measures, baseline), examined, strict=True
         )
     ]
-
-
-def _text(reading: Reading, ids: np.ndarray) -> str | None:
-    known = bool(len(ids)) and 0 <= int(ids.min()) and int(ids.max()) < reading.tokenizer.vocab_size
-    return reading.tokenizer.detokenize(ids.tolist()) if known else None
 
 
 def _suspect(
