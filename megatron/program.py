@@ -262,7 +262,7 @@ def train(
         script_step,
         skipping,
     )
-    from megatron.training.checkpointing import data_position, load
+    from megatron.training.checkpointing import load
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
     from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
@@ -307,7 +307,7 @@ def train(
             data = build_data.build_data(
                 config, plan, runtime, tokenizer, run.progress, line.script.datasets_provider
             )
-            data_position.check_data_order(run, data.order)
+            build_data.check_data_order(run, data.order)
             skipping.resolve_skips(run)
             lines.take_plan(run.plan)
         detail_datetime("after dataloaders are built")

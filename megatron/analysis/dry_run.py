@@ -91,8 +91,7 @@ def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
     if line.script.datasets_provider:
         return "not compared with the checkpoint's: the data are the script's own", []
     try:
-        from megatron.training.build_data import planned_order
-        from megatron.training.checkpointing.data_position import order_change
+        from megatron.training.build_data import order_change, planned_order
 
         tokenizer = preflight.build_tokenizer(line.config)
         order = planned_order(line.config, plan, tokenizer, saved, state.consumed_train_samples)

@@ -219,10 +219,10 @@ def slots(directory: Path | str) -> list[Path]:
 def vouched_file(folder: Path, name: str) -> bytes | None:
     """The bytes of a file of a checkpoint; None where the manifest does not vouch for them."""
     # nor a pipe, to wait for
-    if not (folder / "manifest.json").is_file() or not (folder / name).is_file():
+    if not (folder / MANIFEST).is_file() or not (folder / name).is_file():
         return None
     try:
-        crc32 = read_json(path_inside(folder, "manifest.json"))["files"][name]["crc32"]
+        crc32 = read_json(path_inside(folder, MANIFEST))["files"][name]["crc32"]
         content = read_bytes(path_inside(folder, name))
         return content if f"{zlib.crc32(content):08x}" == crc32 else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -286,11 +286,16 @@ def tries(
             continue  # a snapshot of another history, or of a branch that was left
         # not Path(root), which would take a ./ away that the log shows
         listed += [Try(str(root), n) for n in {named, *history.led_to(own, named, run.histories)}]
-        last = max(run.iterations, default=-1)
-        if last > named:
+        later = [
+            n
+            for n, other in run.histories.items()
+            # not of a branch that was left
+            if n > named and (not (own and own.branches and other) or own.leads_to(other))
+        ]
+        if later:
             problems.append(
-                f"{tracker} names iteration {named}, but a checkpoint of iteration {last} exists "
-                f"as well; load it with --ckpt-step {last}"
+                f"{tracker} names iteration {named}, but a checkpoint of iteration {later[-1]} "
+                f"exists as well; load it with --ckpt-step {later[-1]}"
             )
     return sorted(listed, key=lambda each: -(each.step or 0)), problems
 

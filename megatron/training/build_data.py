@@ -1,4 +1,5 @@
-"""The data sets of a run and their samplers."""
+"""The data sets of a run and their samplers, and whether a resumed run reads them in the order in
+which it was trained."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.data_order import data_order_fingerprint
+from megatron.data.data_order import (
+    data_order_differences,
+    data_order_fingerprint,
+    only_amount_of_validation,
+)
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
@@ -23,7 +28,7 @@ from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.training.launch.initialize import Runtime
-from megatron.training.run import Progress
+from megatron.training.run import Progress, Run
 from megatron.training.step_counter import StepCounter
 
 
@@ -194,3 +199,37 @@ def subset_counters(
     from megatron.training.logging.subset_metrics import SubsetMetrics
 
     return [SubsetMetrics(subset_names(train), ctx, config.logging.log_accuracy, packed)]
+
+
+def check_data_order(run: Run, order: dict[str, Any]) -> None:
+    """Raise ValueError if the order of the data has changed; print a warning if that was
+    requested."""
+    saved = run.progress.data_order
+    run.progress.data_order = order
+    warning = order_change(run.config, saved, order, run.progress.iteration)
+    if warning:
+        log.warn_once(warning)
+
+
+def order_change(
+    config: Config, saved: dict[str, Any], order: dict[str, Any], iteration: int
+) -> str | None:
+    """The warning about a change of the order after this iteration, if there is one. Raises
+    ValueError for a change that was not requested."""
+    if not saved or config.training.skip_train:
+        return None
+    changed = data_order_differences(saved, order, config.data.continue_data_mix)
+    if not changed:
+        return None
+    text = "; ".join(changed)
+    allowed = config.data.allow_data_order_change
+    if not allowed and not all(map(only_amount_of_validation, changed)):
+        mix = ", --continue-data-mix to continue with another mix" * (
+            config.data.data_order == "epoch"
+        )
+        raise ValueError(
+            "--load: with these flags the order of the data is not that of the checkpoint, so "
+            f"samples would be repeated or lost: {text}. Give the flags it was saved with{mix}, "
+            "or --allow-data-order-change [data-order-differs]"
+        )
+    return f"the order of the data changes from iteration {iteration + 1} on: {text}"

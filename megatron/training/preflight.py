@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron import host, launcher
 from megatron.arguments import Problems
@@ -62,9 +62,7 @@ def check(line: CommandLine) -> Tokenizer:
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
-        *one_history.problems(line),
-        *_of_checkpoint(line, plan, tokenizer.identity()),
-        *_of_skips(line, plan),
+        *_of_resume(line, plan, tokenizer),
         *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *([] if line.script.model_provider else _of_memory(line.config, plan)),
     ]
@@ -79,11 +77,7 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         tokenizer = build_tokenizer(line.config)
     except (ValueError, OSError):
         tokenizer = None
-    problems = [
-        *one_history.problems(line),
-        *_of_checkpoint(line, plan, {} if tokenizer is None else tokenizer.identity()),
-        *_of_skips(line, plan),
-    ]
+    problems = list(_of_resume(line, plan, tokenizer))
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         if line.script.datasets_provider is None:
             problems += _of_data(line.config, plan, tokenizer)
@@ -94,12 +88,13 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
 def resumed_state(line: CommandLine) -> RunState | None:
     """The state of the checkpoint on this machine from which the run goes on; None where there is
     none, or it cannot be read."""
-    folder = _folder(line)
-    if folder is None or line.config.checkpoint.finetune:
-        return None
-    text = vouched_file(folder, STATE)
+    return None if line.config.checkpoint.finetune else _state(_folder(line))
+
+
+def _state(folder: Path | None) -> RunState | None:
+    text = None if folder is None else vouched_file(folder, STATE)
     try:
-        return None if text is None else RunState.parse(text, str(folder))
+        return None if text is None else RunState.parse(text, f"{folder}")
     except CheckpointError:
         return None
 
@@ -199,28 +194,31 @@ def _flag(config: Config, split: str) -> str:
     return f"--{split.partition('-')[0]}-data-path"
 
 
-def _of_checkpoint(line: CommandLine, plan: Plan, identity: dict[str, Any]) -> Iterator[str]:
-    """Contradictions between this command line and the flags and counters of the checkpoint that
-    would be loaded."""
+def _of_resume(line: CommandLine, plan: Plan, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """Contradictions between this command line and the run directories: what --save holds, flags
+    and counters of the checkpoint that would be loaded, records of skipped iterations. Raises
+    CheckpointError for records that cannot be read."""
+    yield from one_history.problems(line)
     config = line.config
     c = line.config.checkpoint
-    folder = _folder(line)
+    folder = None if c.finetune else _folder(line)
+    state = _state(folder)
     saved = None if folder is None else _saved_config(folder)
-    state = resumed_state(line)
-    if saved is None or c.finetune:
-        return
-    differences = architecture.typed_differences(effective(saved).model, effective(config).model)
-    wrong = architecture_problem(differences)
-    if wrong:
-        yield wrong
-    if state is None:
-        return
-    # weights of another suite have none
-    with_optimizer = not c.no_load_optim and bool(state.iteration)
-    yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
-    scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
-    if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
-        yield wrong
+    if saved is not None:
+        now = effective(config).model
+        differences = architecture.typed_differences(effective(saved).model, now)
+        if wrong := architecture_problem(differences):
+            yield wrong
+    if saved is not None and state is not None:
+        # weights of another suite have none
+        with_optimizer = not c.no_load_optim and bool(state.iteration)
+        identity = {} if tokenizer is None else tokenizer.identity()
+        yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
+        scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
+        if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
+            yield wrong
+    if folder is None or state is not None:
+        yield from _of_skips(line, plan, state or RunState(versions={}))
 
 
 def _saved_config(folder: Path) -> Config | None:
@@ -233,16 +231,12 @@ def _saved_config(folder: Path) -> Config | None:
     return None
 
 
-def _of_skips(line: CommandLine, plan: Plan) -> list[str]:
-    """What is wrong with iterations to skip, as far as can be seen here where the run goes on.
-    Raises CheckpointError for records that cannot be read."""
+def _of_skips(line: CommandLine, plan: Plan, state: RunState) -> list[str]:
+    """What is wrong with iterations to skip, as far as can be seen here where the run goes on."""
     c = line.config.checkpoint
-    state = resumed_state(line)
-    local = c.non_persistent_ckpt_type == "local"
-    if line.config.training.skip_train or line.load_url or line.snapshot_url or local:
+    elsewhere = line.load_url or line.snapshot_url or c.non_persistent_ckpt_type == "local"
+    if line.config.training.skip_train or elsewhere:
         return []  # what is newest is known when it is here
-    if state is None:
-        return Skips.read(c, plan.skips, Position()).problems(plan)
     try:
         here = Position.of(state.iteration, state.consumed_train_samples, state.skipped_ranges())
     except CheckpointError:

@@ -19,6 +19,7 @@ RUNS = "tests/core/training/test_fp8.py"
 CRASH = "tests/core/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_or_the_new_one[two ranks]"
 LOCAL = "tests/core/training/checkpointing/test_local_copies.py"
 STORE = "tests/core/checkpoint/test_store.py"
+HISTORY = "tests/core/training/checkpointing/test_one_history.py"
 ROWS = "tests/core/data/packed/test_packed.py"
 CHAT = "tests/core/training/test_chat.py"
 PACKED_RUNS = "tests/core/training/test_packed.py"
@@ -1068,10 +1069,10 @@ BUGS = {
         REWIND,
     ),
     "checkpoints of a rolled-back segment left for resume": Bug(
-        "megatron.features.spikes.rollback.RollbackBuffer.on_rollback",
-        "DISK.rename(path, aside)",
-        "",
-        REWIND,
+        "megatron.config.history.History.leads_to",
+        "name == branch and iteration <= last",
+        "name == branch",
+        f"{HISTORY}::test_random_sequences_of_runs",
     ),
     "a long spike charged to the limit iteration by iteration": Bug(
         "megatron.features.spikes.policy.SpikePolicy.check",

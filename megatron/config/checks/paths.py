@@ -53,7 +53,7 @@ def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
-    lines = [*_urls(config.checkpoint), *_sources(d), *_order(d), *_validation_sets(d)]
+    lines = [*_urls(config.checkpoint), *_sources(d)]
     if not _has_files(d):
         return [*lines, *_split(config), *_tokenizer(d)]
     from megatron.config.checks import data_paths
@@ -137,7 +137,13 @@ def _has_files(d: DataConfig) -> bool:
     return any(value for flag, value in _data_flags(d).items() if "-path" in flag)
 
 
-def _order(d: DataConfig) -> Iterator[str]:
+def _sources(d: DataConfig) -> Iterator[str]:
+    flags = [flag for flag, value in _data_flags(d).items() if value]
+    if len(flags) > 1:
+        yield (
+            f"{' and '.join(flags)}: each names the data of the run; give only one of them "
+            "[two-data-sources]"
+        )
     if d.data_order == "epoch" and d.dataloader_type == "cyclic":
         yield (
             "--data-order epoch: has its own order in each epoch, --dataloader-type cyclic would "
@@ -148,22 +154,10 @@ def _order(d: DataConfig) -> Iterator[str]:
             "--data-order epoch: --mock-data has Megatron's order only; omit one of the two "
             "[flags-exclude-each-other]"
         )
-
-
-def _validation_sets(d: DataConfig) -> Iterator[str]:
     if d.multiple_validation_sets and not (d.valid_data_path or d.per_split_data_args_path):
         yield (
             "--multiple-validation-sets: name the sets, each with its own data, by "
             "--valid-data-path A B ... or --per-split-data-args-path [validation-sets-not-named]"
-        )
-
-
-def _sources(d: DataConfig) -> Iterator[str]:
-    flags = [flag for flag, value in _data_flags(d).items() if value]
-    if len(flags) > 1:
-        yield (
-            f"{' and '.join(flags)}: each names the data of the run; give only one of them "
-            "[two-data-sources]"
         )
 
 

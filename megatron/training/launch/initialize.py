@@ -100,15 +100,13 @@ def layout_line(ctx: ParallelContext) -> str:
     """The sizes of the grid, slowest axis first, and the groups of this rank as examples."""
     axes = {"pipeline": ctx.pp, "data": ctx.dp, "context": ctx.cp, "tensor": ctx.tp}
     sizes = " x ".join(f"{name} {axis.size}" for name, axis in axes.items())
-    groups = ", ".join(
-        f"{name} [{_some(axis.ranks)}]" for name, axis in reversed(axes.items()) if axis.size > 1
-    )
+    shown = {
+        name: [*axis.ranks[:4], "...", axis.ranks[-1]] if axis.size > 6 else axis.ranks
+        for name, axis in reversed(axes.items())
+        if axis.size > 1
+    }
+    groups = ", ".join(f"{name} [{' '.join(map(str, ranks))}]" for name, ranks in shown.items())
     return f"> layout: {ctx.world.size} ranks = {sizes}; rank {ctx.rank} is in the groups {groups}"
-
-
-def _some(ranks: tuple[int, ...]) -> str:
-    shown = [*ranks[:4], "...", ranks[-1]] if len(ranks) > 6 else ranks
-    return " ".join(map(str, shown))
 
 
 def build_timers(config: Config, runtime: Runtime) -> Timers:

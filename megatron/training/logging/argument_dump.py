@@ -151,12 +151,12 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
     return [
         *lines,
         f"using torch.{config.precision.params_dtype} for parameters ...",
-        *_arguments(line, plan, distributed_backend),
+        *printed_arguments(line, plan, distributed_backend),
         *(text for text in batch if text not in lines),
     ]
 
 
-def _arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[str]:
+def printed_arguments(line: CommandLine, plan: Plan, distributed_backend: str) -> list[str]:
     """What --print-arguments asks for."""
     match line.config.logging.printed_arguments:
         case "all":

@@ -19,7 +19,7 @@ from megatron.data.plan_table import Row
 from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.argument_dump import dump, start_lines
+from megatron.training.logging.argument_dump import printed_arguments, start_lines
 from megatron.training.logging.kernel_report import kernel_lines
 from megatron.training.run import Progress
 from megatron.version import NAME, VERSION
@@ -72,16 +72,9 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
         kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
     )
     lines += [entry("kernels", kernels)] * bool(kernels)
-    asked = config.logging.printed_arguments
-    if asked == "all":
-        lines.append(
-            dump(config, plan, backend, line.foreign, rank=line.rank, of_script=line.extra)
-        )
-    elif asked == "changed":
-        lines += [
-            " arguments that differ from their defaults",
-            *summary_lines.changed_arguments(config),
-        ]
+    if config.logging.printed_arguments == "changed":
+        lines.append(" arguments that differ from their defaults")
+    lines += printed_arguments(line, plan, backend)
     return [*lines, *summary_lines.noted([*line.notes, *hints(config, runtime.device)])]
 
 
