@@ -1,6 +1,7 @@
 """Activation functions of the MLP, gated ones included."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.cpu import native
-from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cpu.blocking import for_each, row_blocks, wide_dtype
+from megatron.kernels.cuda import fused_ops
+from megatron.kernels.implementation import choose
+from megatron.kernels.rows import Row, only, rivals, spec_of
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
@@ -18,10 +21,16 @@ GELU_CUBIC = 0.044715 * GELU_LINEAR
 def gelu(x: Tensor, approximate: bool) -> Tensor:
     """GELU (Hendrycks and Gimpel 2016): the tanh form if `approximate`, else the exact one with
     erf. Any shape."""
-    if approximate and pays_off(x):
-        low_precision = x.dtype == torch.bfloat16 and native.runs(x)
-        return (_NativeTanhGelu if low_precision else _TanhGelu).apply(x)
-    return F.gelu(x, approximate="tanh" if approximate else "none")
+    name = "gelu (tanh)" if approximate else "gelu (erf)"
+    return choose(ACTIVATIONS[name], spec_of(x)).implementation.forward(x)
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _tanh_gelu_in_cpp(x: Tensor) -> Tensor:
+    return (_NativeTanhGelu if x.dtype == torch.bfloat16 else _NativeSlope).apply(x)
 
 
 class _NativeTanhGelu(torch.autograd.Function):
@@ -49,10 +58,6 @@ class _TanhGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and native.runs(x):
-            out, slope = native.gelu_with_slope(x)
-            ctx.save_for_backward(slope)
-            return out
         out, slope = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
         source = x.reshape(-1)
         targets = (out.view(-1), slope.view(-1))
@@ -85,6 +90,16 @@ class _TanhGelu(torch.autograd.Function):
         return slope.mul_(grad_out)
 
 
+class _NativeSlope(_TanhGelu):
+    """The same by the C++."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        out, slope = native.gelu_with_slope(x)
+        ctx.save_for_backward(slope)
+        return out
+
+
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """tanh GELU of x + bias: x [..., ffn], bias [ffn] -> [..., ffn]."""
     return gelu(x + bias, approximate=True)
@@ -95,12 +110,27 @@ def swiglu(gate_up: Tensor, fused: bool = True) -> Tensor:
 
     `fused` False: operation by operation on every device.
     """
-    if fused and pays_off(gate_up):
-        return _SwiGlu.apply(gate_up)
-    if fused and (ops := fused_ops(gate_up.device, gate_up.dtype)):
-        return ops.SwiGlu.apply(gate_up)
+    spec = spec_of(gate_up, no_swiglu_fusion=not fused)
+    return choose(ACTIVATIONS["swiglu"], spec).implementation.forward(gate_up)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.unbind(-2)
     return F.silu(gate) * up
+
+
+class _NativeSwiGlu(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return native.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        (gate_up,) = ctx.saved_tensors
+        return native.swiglu_grad(gate_up, grad_out)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -109,8 +139,6 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
-        if native.runs(gate_up):
-            return native.swiglu(gate_up)
         source = gate_up.reshape(-1, *gate_up.shape[-2:])
         out = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
         target = out.view(-1, out.shape[-1])
@@ -125,8 +153,6 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         (gate_up,) = ctx.saved_tensors
-        if native.runs(gate_up):
-            return native.swiglu_grad(gate_up, grad_out)
         source = gate_up.reshape(-1, *gate_up.shape[-2:])
         grads = grad_out.reshape(-1, grad_out.shape[-1])
         target = torch.empty_like(source, memory_format=torch.contiguous_format)
@@ -144,10 +170,34 @@ class _SwiGlu(torch.autograd.Function):
 def geglu(gate_up: Tensor) -> Tensor:
     """GEGLU (Shazeer 2020): tanh gelu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [...,
     ffn]."""
-    gate, up = gate_up.unbind(-2)
-    return gelu(gate, approximate=True) * up
+    return choose(ACTIVATIONS["geglu"], spec_of(gate_up)).implementation.forward(gate_up)
+
+
+def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.unbind(-2)
+        return function(gate) * up
+
+    return gated
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (So et al. 2021, Primer). Any shape."""
     return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, tuple[Row, ...]] = {
+    "gelu (tanh)": rivals(_tanh_gelu, _TanhGelu.apply, _tanh_gelu_in_cpp, why="single kernel"),
+    "gelu (erf)": only(F.gelu),
+    "geglu": rivals(_gated(_tanh_gelu), _gated(_TanhGelu.apply), _gated(_tanh_gelu_in_cpp)),
+    "squared_relu": only(squared_relu),
+    "swiglu": rivals(
+        _swiglu,
+        _SwiGlu.apply,
+        _NativeSwiGlu.apply,
+        fused_ops.SwiGlu.apply,
+        plain_takes=frozenset({"no_swiglu_fusion"}),
+    ),
+}
+# a module of its own, of operations of torch
+XIELU = only(F.silu)

@@ -11,7 +11,8 @@ from torch.autograd.graph import increment_version
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda import loss_ops
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.implementation import Implementation, choose
+from megatron.kernels.rows import NATIVE, ROW_BLOCKED, Row, no_cpp, no_triton, spec_of
 
 CHUNK_ELEMENTS = 1 << 19  # of the rows taken at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 26  # elsewhere, where each operation is a launch
@@ -41,6 +42,7 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     outputs: RowOutputs = NO_OUTPUTS,
+    chosen: Row | None = None,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -54,13 +56,15 @@ def cross_entropy(
     With `z_loss` (not with `smoothing`) backward adds the gradient of z_loss * logsumexp(row)^2,
     which the loss itself is without; that needs `outputs.log_z`.
 
+    `chosen`: of CROSS_ENTROPY (by default, the one for these logits).
+
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert not z_loss or (outputs.log_z is not None and not smoothing), (z_loss, smoothing)
-    return _CrossEntropy.apply(
-        logits, labels, vocab_size, dtype or loss_dtype(logits), smoothing, z_loss, *outputs
-    )
+    dtype = dtype or loss_dtype(logits)
+    ops = one_pass(logits, dtype, chosen)
+    return _CrossEntropy.apply(logits, labels, vocab_size, dtype, ops, smoothing, z_loss, *outputs)
 
 
 def loss_dtype(logits: Tensor) -> torch.dtype:
@@ -81,14 +85,13 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(wide, -1, out=None if logits.dtype == dtype else wide)
 
 
-def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
+def one_pass(logits: Tensor, dtype: torch.dtype, chosen: Row | None = None) -> ModuleType | None:
     """The module whose `row_losses` reads these logits and whose `loss_grad` overwrites them, the
     same computation in one pass over memory each: C++ or Triton."""
-    if dtype != torch.float32 or not logits.is_contiguous():
-        return None
-    if native.runs(logits):
-        return native
-    return loss_ops if fused_ops(logits.device, logits.dtype) else None
+    if chosen is None:
+        spec = spec_of(logits, other_maths=dtype != torch.float32)
+        chosen = choose(CROSS_ENTROPY, spec).implementation
+    return chosen.forward if logits.is_contiguous() else None
 
 
 def with_z_loss(grads: Tensor, z_loss: float, log_z: Tensor | None) -> Tensor:
@@ -134,6 +137,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns: Tensor,
         valid: int,
         dtype: torch.dtype,
+        ops: ModuleType | None,
         smoothing: float,
         z_loss: float,
         correct: Tensor | None,
@@ -146,8 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.valid = valid
         ctx.dtype = dtype
         ctx.smoothing = smoothing
-        ctx.log_sums = None
-        ops = one_pass(logits, dtype)
+        ctx.ops = ops
         if ops is not None:
             loss, sums = ops.row_losses(logits, columns, valid, smoothing)
             largest, logs, target = sums[0], sums[1], sums[3]
@@ -182,11 +185,33 @@ class _CrossEntropy(torch.autograd.Function):
         grad_loss = grad_loss.to(ctx.dtype)
         grads = with_z_loss(grad_loss, ctx.z_loss, ctx.log_z)
         label = (columns, grads, grad_loss, 1.0 - ctx.smoothing, ctx.smoothing / ctx.valid)
-        ops = one_pass(logits, ctx.dtype) if ctx.log_sums is not None else None
-        if ops is not None:
-            ops.loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
+        if ctx.ops is not None:
+            ctx.ops.loss_grad(logits, ctx.valid, *ctx.log_sums, *label)
             increment_version(logits)
         else:
             softmax = lambda chunk, rows: torch.softmax(chunk, -1, out=chunk)  # noqa: E731
             overwrite(logits, ctx.valid, ctx.dtype, *label, softmax)
-        return logits, *[None] * 8
+        return logits, *[None] * 9
+
+
+_ONE_COPY = "no second copy of the logits"
+_MATHS = frozenset({"other_maths"})
+CROSS_ENTROPY: tuple[Row, ...] = (
+    Implementation("cpp", NATIVE, native, unavailable=no_cpp, why=lambda spec: _ONE_COPY),
+    Implementation("triton", "Triton", loss_ops, unavailable=no_triton, why=lambda spec: _ONE_COPY),
+    Implementation(
+        "blocked",
+        ROW_BLOCKED,
+        None,
+        _MATHS,
+        slower=lambda spec: "multiple passes over the cache or memory",
+        why=lambda spec: f"{_ONE_COPY} beyond one block of rows",
+    ),
+    Implementation(
+        "torch",
+        "torch",
+        None,
+        _MATHS,
+        unavailable=lambda spec: "allocates two more copies of the logits",
+    ),
+)

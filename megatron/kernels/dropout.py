@@ -2,13 +2,17 @@
 no layer."""
 
 import random
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.cpu import native
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cuda.availability import unavailable_reason as no_triton_here
 from megatron.kernels.cuda.fused_ops import Dropout
+from megatron.kernels.implementation import Implementation, choose
+from megatron.kernels.rows import Row, RowSpec, no_triton, spec_of
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
@@ -57,33 +61,39 @@ class DropoutBits:
         return draws.view(torch.int16)[:elements], below - 1
 
 
+Apply = Callable[[Tensor, DropoutBits, float, Tensor], None]
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, p: float, seed: int) -> Tensor:
-        ctx.p = p
-        ctx.seed = seed
-        return _drop(x, p, seed)
+    def forward(ctx, x: Tensor, p: float, seed: int, apply: Apply) -> Tensor:
+        ctx.how = p, seed, apply
+        return _drop(x, p, seed, apply)
 
     @staticmethod
     def backward(ctx, grad_out: Tensor):
-        return _drop(grad_out, ctx.p, ctx.seed), None, None
+        return _drop(grad_out, *ctx.how), None, None, None
 
 
-def _drop(x: Tensor, p: float, seed: int) -> Tensor:
+def _drop(x: Tensor, p: float, seed: int, apply: Apply | None = None) -> Tensor:
     bits = DropoutBits(seed, p, x.device)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    in_cpp = native.runs(x)
+    apply = apply or _multiply
     for chunk, target in zip(
         x.reshape(-1).split(bits.chunk), out.view(-1).split(bits.chunk), strict=True
     ):
-        if in_cpp:  # one pass on this thread: operations of torch would wait for others in each
-            native.drop(chunk, *bits.draw(chunk.numel()), 1.0 / (1.0 - p), target)
-            continue
-        factors = bits.keep(chunk.numel(), torch.promote_types(x.dtype, torch.float32)).mul_(
-            1.0 / (1.0 - p)
-        )
-        torch.mul(chunk, factors, out=target)
+        apply(chunk, bits, 1.0 / (1.0 - p), target)
     return out
+
+
+def _multiply(chunk: Tensor, bits: DropoutBits, factor: float, target: Tensor) -> None:
+    wide = torch.promote_types(chunk.dtype, torch.float32)
+    torch.mul(chunk, bits.keep(chunk.numel(), wide).mul_(factor), out=target)
+
+
+def _in_cpp(chunk: Tensor, bits: DropoutBits, factor: float, target: Tensor) -> None:
+    """One pass on this thread: operations of torch would wait for others in each."""
+    native.drop(chunk, *bits.draw(chunk.numel()), factor, target)
 
 
 def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
@@ -106,11 +116,56 @@ def dropout(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None = N
     assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
     if p == 0.0:
         return x if residual is None else residual + x
-    # a compiled layer asks before, and leaves it outside where there is no such kernel
-    if torch.compiler.is_compiling():  # which adds while it computes what follows
-        dropped = Dropout.apply(x, p, torch.as_tensor(seed), None)
-    elif fused_ops(x.device, x.dtype):
-        return Dropout.apply(x, p, torch.as_tensor(seed), residual)
-    else:
-        dropped = _Dropout.apply(x, p, int(seed))
+    return choose(DROPOUT, spec_of(x)).implementation.forward(x, p, seed, residual)
+
+
+def _seeded(apply: Apply) -> Callable[..., Tensor]:
+    def seeded(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None) -> Tensor:
+        dropped = _Dropout.apply(x, p, int(seed), apply)
+        return dropped if residual is None else residual + dropped
+
+    return seeded
+
+
+def _in_triton(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None) -> Tensor:
+    return Dropout.apply(x, p, torch.as_tensor(seed), residual)
+
+
+def _in_graph(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None) -> Tensor:
+    """The graph adds while it computes what follows."""
+    dropped = Dropout.apply(x, p, torch.as_tensor(seed), None)
     return dropped if residual is None else residual + dropped
+
+
+def _no_graph(spec: RowSpec) -> str | None:
+    if not spec.compiled:
+        return "only with --torch-compile"
+    return no_triton_here(spec.device, spec.dtype)
+
+
+def _mask(
+    name: str, forward: Callable[..., Tensor], unavailable: Callable[[RowSpec], str | None]
+) -> Row:
+    why = "reproducible in recomputation and on resume"
+    return Implementation(
+        name, "seeded mask", forward, unavailable=unavailable, why=lambda spec: why
+    )
+
+
+# Where a graph has no such kernel, a compiled layer leaves dropout outside.
+DROPOUT: tuple[Row, ...] = (
+    _mask("graph", _in_graph, _no_graph),
+    _mask("triton", _in_triton, no_triton),
+    _mask(
+        "cpp",
+        _seeded(_in_cpp),
+        lambda spec: native.unavailable_reason(spec.device, spec.dtype),
+    ),
+    _mask("chunked", _seeded(_multiply), lambda spec: None),
+    Implementation(
+        "torch",
+        "torch",
+        lambda x, p, seed, residual: F.dropout(x, p),
+        unavailable=lambda spec: "not reproducible: mask depends on the global RNG state",
+    ),
+)

@@ -171,14 +171,20 @@ class _WeightedSwiGlu(torch.autograd.Function):
         return experts.swiglu_grad(gate_up, weights, grad_out)
 
 
-def weighted_swiglu(gate_up: Tensor, weights: Tensor, fused: bool = True) -> Tensor:
+def weighted_swiglu(
+    gate_up: Tensor,
+    weights: Tensor,
+    fused: bool = True,
+    plain: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """SwiGLU, each row times its weight: gate_up [n, 2, ffn] (gate first), weights [n] -> [n, ffn].
 
-    `fused` False: operation by operation on every device.
+    `fused` False: operation by operation on every device. `plain`: the SwiGLU without weights.
     """
     if fused and weights.dtype == torch.float32 and experts.runs(gate_up):
         return _WeightedSwiGlu.apply(gate_up, weights)
-    return (swiglu(gate_up, fused) * weights.unsqueeze(-1)).to(gate_up.dtype)
+    rows = swiglu(gate_up, fused) if plain is None else plain(gate_up)
+    return (rows * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
 def _sources(copies: Copies | None) -> Tensor | None:

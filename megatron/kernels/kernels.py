@@ -6,6 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from megatron.kernels.rows import RowSpec, spec_of
+
 if TYPE_CHECKING:
     from megatron.kernels.transformer_engine import TransformerEngine
 
@@ -16,19 +20,32 @@ class Kernels:
 
     attention: "auto", "sdpa", "chunked", "plain" or "flash" (kernels/attention.py), or
     "transformer_engine". accumulation: may a linear layer add its weight gradient to `main_grad`
-    itself? apex_norms: are norms apex's? transformer_engine: Transformer Engine's modules, or None.
+    itself? transformer_engine: Transformer Engine's modules, or None. compiled: is a layer a
+    graph of torch.compile?
     """
 
     attention: str = "auto"
     fused_swiglu: bool = True
     fused_rotary: bool = True
     accumulation: bool = True
-    apex_norms: bool = False
     transformer_engine: TransformerEngine | None = None
+    compiled: bool = False
 
     def without_transformer_engine(self) -> Kernels:
         """The same without Transformer Engine, for layers outside the transformer layers."""
         return replace(self, transformer_engine=None)
+
+    def in_layers(self, x: torch.Tensor, **asked: bool) -> RowSpec:
+        """What an operation on tensors like `x` in a transformer layer asks for."""
+        return spec_of(x, **asked)._replace(compiled=self.compiled)
+
+    def activation(self, name: str, x: torch.Tensor) -> RowSpec:
+        """What the activation function asks for."""
+        return self.in_layers(x, no_swiglu_fusion=name == "swiglu" and not self.fused_swiglu)
+
+    def rotary(self, x: torch.Tensor, interleaved: bool) -> RowSpec:
+        """What rotary positions ask for."""
+        return self.in_layers(x, no_rope_fusion=not self.fused_rotary, interleaved=interleaved)
 
 
 @dataclass(frozen=True)
@@ -40,16 +57,3 @@ class KernelRow:
     implementation: str
     on: bool
     reason: str
-
-
-def pair(
-    operation: str, names: tuple[str, str], first: bool, reasons: tuple[str, str]
-) -> list[KernelRow]:
-    """Two implementations, one of them selected (`first`: the first). `reasons`: why the selected
-    one is, and why the other is not."""
-    chosen = 0 if first else 1
-    why, why_not = reasons
-    return [
-        KernelRow(operation, names[chosen], True, why),
-        KernelRow(operation, names[1 - chosen], False, why_not),
-    ]

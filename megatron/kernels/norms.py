@@ -1,15 +1,15 @@
 """LayerNorm and RMSNorm over the last dimension."""
 
-from types import ModuleType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.cpu import native
-from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks, wide_dtype
+from megatron.kernels.cpu.blocking import for_each, row_blocks, wide_dtype
+from megatron.kernels.cuda import apex
 from megatron.kernels.cuda import fused_ops as fused
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.implementation import Implementation, choose
+from megatron.kernels.rows import COMPILED, Row, RowSpec, no_triton, only, rivals, spec_of
 
 
 def layer_norm(
@@ -21,13 +21,9 @@ def layer_norm(
     Mean and variance are taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is
     gamma - 1, and the sum of the two is not rounded to a low precision.
     """
-    if not zero_centered:
-        if bias is not None and (ops := _one_pass(x, weight)):
-            return ops.Norm.apply(x, weight, bias, eps)
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
-    wide = wide_dtype(x)
-    bias = None if bias is None else bias.to(wide)
-    return F.layer_norm(x.to(wide), weight.shape, weight.to(wide) + 1, bias, eps).to(x.dtype)
+    spec = spec_of(x, zero_centered=zero_centered)
+    forward = choose(LAYER_NORMS[1:], spec).implementation.forward
+    return forward(x, weight, bias, eps, zero_centered)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
@@ -37,28 +33,85 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     The mean square is taken in fp32 for bf16 and fp16. `zero_centered`: the stored weight is gamma
     - 1, and the sum of the two is not rounded to a low precision.
     """
-    weight = weight.to(wide_dtype(x)) + 1 if zero_centered else weight
-    if pays_off(x):
-        return _RmsNorm.apply(x, weight, eps)
-    if ops := _one_pass(x, weight):
-        return ops.Norm.apply(x, weight, None, eps)
+    spec = spec_of(x, zero_centered=zero_centered)
+    forward = choose(RMS_NORMS[1:], spec).implementation.forward
+    return forward(x, weight, None, eps, zero_centered)
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    if not zero_centered:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    wide = wide_dtype(x)
+    bias = None if bias is None else bias.to(wide)
+    return F.layer_norm(x.to(wide), weight.shape, weight.to(wide) + 1, bias, eps).to(x.dtype)
+
+
+def _layer_norm_in_one_pass(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    if bias is not None and not zero_centered and _fits(x, weight):
+        return fused.Norm.apply(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps, zero_centered)
+
+
+def _widened(x: Tensor, weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.to(wide_dtype(x)) + 1 if zero_centered else weight
+
+
+def _rms_norm(x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool) -> Tensor:
+    weight = _widened(x, weight, zero_centered)
     return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
-def _one_pass(x: Tensor, weight: Tensor) -> ModuleType | None:
-    """The operations of CUDA with a backward of one pass, where it is for such a norm."""
-    if (
-        x.dtype != weight.dtype
-        or x.shape[-1] > fused.WIDEST_NORM
-        or x.numel() < fused.MANY_ROWS * x.shape[-1]
-    ):
-        return None
-    return fused_ops(x.device, x.dtype)
+def _rms_norm_in_one_pass(
+    x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool
+) -> Tensor:
+    weight = _widened(x, weight, zero_centered)
+    if _fits(x, weight):
+        return fused.Norm.apply(x, weight, None, eps)
+    return _rms_norm(x, weight, None, eps, False)
+
+
+def _rms_norm_in_blocks(
+    x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool
+) -> Tensor:
+    return _RmsNorm.apply(x, _widened(x, weight, zero_centered), eps)
+
+
+def _rms_norm_in_cpp(
+    x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool
+) -> Tensor:
+    return _NativeRmsNorm.apply(x, _widened(x, weight, zero_centered), eps)
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether such a norm is one for CUDA's operations with a backward of one pass."""
+    return (
+        x.dtype == weight.dtype
+        and x.shape[-1] <= fused.WIDEST_NORM
+        and x.numel() >= fused.MANY_ROWS * x.shape[-1]
+    )
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean square + eps) of each row, [rows, 1]."""
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+class _NativeRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return native.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = native.rms_norm_grad(x, weight, grad_out, ctx.eps)
+        return grad_x, grad_weight.to(weight.dtype), None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -68,8 +121,6 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        if native.runs(x):
-            return native.rms_norm(x, weight, eps)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         source = x.reshape(-1, x.shape[-1])
         target = out.view(-1, x.shape[-1])
@@ -84,9 +135,6 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
-        if native.runs(x):
-            grad_x, grad_weight = native.rms_norm_grad(x, weight, grad_out, ctx.eps)
-            return grad_x, grad_weight.to(weight.dtype), None
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         source, grads, target = (t.reshape(-1, x.shape[-1]) for t in (x, grad_out, grad_x))
         blocks = row_blocks(*source.shape)
@@ -105,3 +153,49 @@ class _RmsNorm(torch.autograd.Function):
 
         for_each(list(enumerate(blocks)), x.device, work)
         return grad_x, weight_grads.sum(0).to(weight.dtype), None
+
+
+def _no_apex(spec: RowSpec) -> str | None:
+    return COMPILED if spec.compiled else apex.unavailable_reason(spec.device, spec.dtype)
+
+
+_FUSED = "fused forward and backward"
+_CENTERED = frozenset({"zero_centered"})
+LAYER_NORMS: tuple[Row, ...] = only(
+    _layer_norm,
+    Implementation(
+        "apex",
+        "apex",
+        lambda x, weight, bias, eps, zero_centered: apex.layer_norm(x, weight, bias, eps),
+        unavailable=_no_apex,
+        why=lambda spec: _FUSED,
+    ),
+    Implementation(
+        "one_pass",
+        "torch",
+        _layer_norm_in_one_pass,
+        _CENTERED,
+        no_triton,
+        why=lambda spec: "only implementation",
+    ),
+)
+RMS_NORMS: tuple[Row, ...] = (
+    Implementation(
+        "apex",
+        "apex",
+        lambda x, weight, bias, eps, zero_centered: apex.rms_norm(x, weight, eps),
+        unavailable=_no_apex,
+        why=lambda spec: _FUSED,
+    ),
+    *rivals(
+        _rms_norm,
+        _rms_norm_in_blocks,
+        _rms_norm_in_cpp,
+        _rms_norm_in_one_pass,
+        title="torch",
+        why="single kernel",
+        takes=_CENTERED,
+        cpp_takes=_CENTERED,
+    ),
+)
+NORMS = {"LayerNorm": LAYER_NORMS, "RMSNorm": RMS_NORMS}

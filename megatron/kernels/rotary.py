@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.cpu import native
-from megatron.kernels.cpu.blocking import for_each, pays_off, row_blocks
-from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.cpu.blocking import for_each, row_blocks
+from megatron.kernels.cuda import fused_ops
+from megatron.kernels.implementation import choose
+from megatron.kernels.rows import Row, rivals, spec_of
 
 # Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
 # over from slowed to kept.
@@ -80,13 +82,20 @@ def apply_rotary(
     returned in x's. `fused` False: operation by operation on every device. `batch_first`: on CUDA
     the result is in memory sample by sample, as attention inside documents takes it.
     """
-    while cos.dim() < x.dim():
-        cos = cos.unsqueeze(1 if cos.dim() == 2 else 2)
-        sin = sin.unsqueeze(1 if sin.dim() == 2 else 2)
-    if fused and pays_off(x):
-        return _Rotary.apply(x, cos, sin, interleaved)
-    if fused and x.dim() == 4 and (ops := fused_ops(x.device, x.dtype)):
-        return ops.Rotary.apply(x, cos, sin, interleaved, batch_first)
+    other = x.dim() != 4 or cos.dtype not in (x.dtype, torch.float32)
+    asked = spec_of(x, no_rope_fusion=not fused, interleaved=interleaved, other_shape=other)
+    return choose(ROTARY, asked).implementation.forward(x, cos, sin, interleaved, batch_first)
+
+
+def _on_heads(x: Tensor, table: Tensor) -> Tensor:
+    """A table that is multiplied with the heads of `x`."""
+    while table.dim() < x.dim():
+        table = table.unsqueeze(1 if table.dim() == 2 else 2)
+    return table
+
+
+def _plain(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first: bool) -> Tensor:
+    cos, sin = _on_heads(x, cos), _on_heads(x, sin)
     half = cos.shape[-1]
     first, second = _pairs(x, half, interleaved)
     turned = (first * cos - second * sin, second * cos + first * sin)
@@ -94,6 +103,19 @@ def apply_rotary(
         x.dtype
     )
     return torch.cat((out, x[..., 2 * half :]), -1) if x.shape[-1] > 2 * half else out
+
+
+def _in_blocks(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first: bool) -> Tensor:
+    return _Rotary.apply(x, _on_heads(x, cos), _on_heads(x, sin), interleaved)
+
+
+def _in_cpp(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first: bool) -> Tensor:
+    return _NativeRotary.apply(x, _on_heads(x, cos), _on_heads(x, sin))
+
+
+def _in_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first: bool) -> Tensor:
+    tables = _on_heads(x, cos), _on_heads(x, sin)
+    return fused_ops.Rotary.apply(x, *tables, interleaved, batch_first)
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -118,14 +140,21 @@ class _Rotary(torch.autograd.Function):
         return _rotate(grad_out, cos, sin, -1, ctx.interleaved), None, None, None
 
 
+class _NativeRotary(torch.autograd.Function):
+    """The same by the C++."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return native.rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        cos, sin = ctx.saved_tensors
+        return native.rotate(grad_out, cos, sin, -1), None, None
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -> Tensor:
-    if (
-        not interleaved
-        and x.dim() == 4
-        and cos.dtype in (x.dtype, torch.float32)
-        and native.runs(x)
-    ):
-        return native.rotate(x, cos, sin, sign)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     wide = torch.promote_types(x.dtype, cos.dtype)
     half = cos.shape[-1]
@@ -143,3 +172,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, interleaved: bool) -
 
     for_each(row_blocks(x.shape[0], out[0].numel()), x.device, work)
     return out
+
+
+ROTARY: tuple[Row, ...] = rivals(
+    _plain,
+    _in_blocks,
+    _in_cpp,
+    _in_triton,
+    takes=frozenset({"interleaved", "other_shape"}),
+    plain_takes=frozenset({"no_rope_fusion"}),
+)

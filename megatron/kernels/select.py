@@ -16,18 +16,20 @@ from megatron.kernels import (
     libraries,
     linear_implementations,
 )
+from megatron.kernels.activations import ACTIVATIONS, XIELU
 from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, select
 from megatron.kernels.attention_spec import AttentionSpec
-from megatron.kernels.cpu import native
-from megatron.kernels.cpu.blocking import pays_off
-from megatron.kernels.cuda import apex
-from megatron.kernels.cuda.availability import unavailable_reason as triton_unavailable_reason
+from megatron.kernels.cross_entropy import CROSS_ENTROPY
 from megatron.kernels.cuda.torch_flash import NEWER, newer_kernels
 from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
+from megatron.kernels.dropout import DROPOUT
 from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
-from megatron.kernels.kernels import KernelRow, Kernels, pair
+from megatron.kernels.kernels import KernelRow, Kernels
 from megatron.kernels.linear import compute_dtype
 from megatron.kernels.linear_implementations import LinearSpec
+from megatron.kernels.norms import NORMS
+from megatron.kernels.rotary import ROTARY
+from megatron.kernels.rows import COMPILED, spec_of
 from megatron.kernels.weight_grads import WEIGHT_GRADS, GradSpec
 
 ATTENTION = {
@@ -39,10 +41,6 @@ ATTENTION = {
 }
 TRANSFORMER_ENGINE = "Transformer Engine"
 LAYERS = "linear of transformer layers"
-SINGLE_KERNELS = ("gelu (tanh)", "RMSNorm")  # of torch on an accelerator
-NATIVE = "fused C++"
-ROW_BLOCKED = "row-blocked torch"
-COMPILED = "not used with --torch-compile"
 TRANSFORMER_ENGINE_ATTENTION = {
     "flash": "NVTE_FLASH_ATTN",
     "fused": "NVTE_FUSED_ATTN",
@@ -81,8 +79,8 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         k.bias_swiglu_fusion,
         k.apply_rope_fusion,
         k.gradient_accumulation_fusion,
-        engine is None and _apex_unavailable_reason(device, dtype, config) is None,
         engine,
+        config.training.torch_compile,
     )
 
 
@@ -125,18 +123,6 @@ def _library_attention_unavailable_reason(config: Config) -> str | None:
     # their own dropout RNG is not reproducible on resume
     spec = _spec(torch.device("meta"), torch.float32, config, config.model.attention_dropout)
     return lacking(spec, frozenset({"documents"}))
-
-
-def _apex_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, config: Config
-) -> str | None:
-    if config.training.torch_compile or config.model.apply_layernorm_1p:
-        return (
-            "not used with --torch-compile"
-            if config.training.torch_compile
-            else "rounds 1 + weight to the parameter dtype (--apply-layernorm-1p)"
-        )
-    return apex.unavailable_reason(device, dtype)
 
 
 def check_requested(device: torch.device, dtype: torch.dtype, config: Config) -> None:
@@ -191,7 +177,7 @@ def kernel_table(device: torch.device, dtype: torch.dtype, config: Config) -> li
         *_linear_rows(device, dtype, config, kernels),
         *_accumulation_rows(device, dtype, config, kernels),
         *_attention_rows(device, dtype, config, kernels),
-        *_elementwise_rows(device, dtype, config, kernels),
+        *_row_tables(device, dtype, config, kernels),
     ]
 
 
@@ -201,19 +187,13 @@ def listed(
     """The row of the implementation that computes `spec`, and those of the others."""
     choice = choose(implementations, spec)
     chosen = choice.implementation
+    # one row for all of a title
+    off = dict(reasons(implementations, spec, chosen))
+    off.pop(chosen.title, None)
     return [
         KernelRow(operation, chosen.title, True, choice.why),
-        *(
-            KernelRow(operation, title, False, reason)
-            for title, reason in reasons(implementations, spec, chosen)
-        ),
+        *(KernelRow(operation, title, False, reason) for title, reason in off.items()),
     ]
-
-
-def _off(operation: str, name: str, why_not: str | None) -> list[KernelRow]:
-    """The row of an optional library that is not used; `why_not` None: it is available and not
-    requested."""
-    return [KernelRow(operation, name, False, why_not or "not selected")]
 
 
 def _linear_rows(
@@ -368,118 +348,23 @@ def _asked(config: Config, tp: int = 1) -> dict[str, Any]:
     return {"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}
 
 
-def _elementwise_rows(
+def _row_tables(
     device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels
 ) -> list[KernelRow]:
+    """Norms, activation, rotary positions, loss and dropout, which the model chooses alike."""
     model = config.model
-    rows = _norm_rows(device, dtype, config, kernels)
-    fused = {
-        "swiglu": (kernels.fused_swiglu, "--no-bias-swiglu-fusion"),
-        "rotary": (kernels.fused_rotary, "--no-rope-fusion"),
-    }
-    for operation in (model.activation, *["rotary"] * (model.positions == "rope")):
-        enabled, flag = fused.get(operation, (True, ""))
-        why_not = (
-            "does not support --rotary-interleaved"
-            if operation == "rotary" and model.rotary_interleaved
-            else None
-        )
-        why_not = COMPILED if config.training.torch_compile else why_not
-        if operation in ("geglu", "swiglu", "gelu (tanh)", "rotary"):
-            rows += _row_rivals(operation, device, dtype, None if enabled else flag, why_not)
-        else:
-            rows.append(KernelRow(operation, "torch", True, "only implementation"))
-    rows += _loss_rows(device, dtype, config)
-    if model.hidden_dropout or model.attention_dropout:
-        rows.append(
-            KernelRow("dropout", "seeded mask", True, "reproducible in recomputation and on resume")
-        )
-        rows.append(
-            KernelRow(
-                "dropout", "torch", False, "not reproducible: mask depends on the global RNG state"
-            )
-        )
-    return rows
-
-
-def _loss_rows(device: torch.device, dtype: torch.dtype, config: Config) -> list[KernelRow]:
-    on_cpu = device.type == "cpu"
-    reason = native.unavailable_reason if on_cpu else triton_unavailable_reason
-    in_fp16 = config.precision.fp16_lm_cross_entropy
-    why_not = "--fp16-lm-cross-entropy" if in_fp16 else reason(device, dtype)
-    one_copy = "no second copy of the logits"
-    if why_not is not None and not on_cpu:
-        one_copy += " beyond one block of rows; several kernels"
-    return [
-        *pair(
-            "cross entropy",
-            (NATIVE if on_cpu else "Triton", ROW_BLOCKED),
-            why_not is None,
-            (one_copy, why_not or f"multiple passes over {'the cache' if on_cpu else 'memory'}"),
-        ),
-        KernelRow("cross entropy", "torch", False, "allocates two more copies of the logits"),
-    ]
-
-
-def _row_rivals(
-    operation: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    flag: str | None = None,
-    why_not: str | None = None,
-) -> list[KernelRow]:
-    """Fused C++, row-blocked torch, and torch operations. `flag`: disables the first two;
-    `why_not`: why the C++ is unavailable."""
-    if flag is not None:
-        disabled = [KernelRow(operation, name, False, "disabled") for name in (NATIVE, ROW_BLOCKED)]
-        return [KernelRow(operation, "torch", True, flag), *disabled]
-    on_cpu = pays_off(torch.empty(0, device=device))
-    no_triton = why_not if why_not == COMPILED else triton_unavailable_reason(device, dtype)
-    if operation in ("swiglu", "rotary") and no_triton is None:
-        return [
-            KernelRow(operation, "Triton", True, "single pass over memory"),
-            KernelRow(operation, "torch", False, "several kernels"),
-        ]
-    why_not = why_not or (
-        native.unavailable_reason(device, dtype)
-        if on_cpu
-        else f"CPU only; the device is {device.type}"
-    )
-    if why_not is None:
-        return [
-            KernelRow(operation, NATIVE, True, "single pass over memory"),
-            KernelRow(operation, ROW_BLOCKED, False, "multiple passes over the cache"),
-            KernelRow(operation, "torch", False, "multiple passes over memory"),
-        ]
-    rows = [KernelRow(operation, NATIVE, False, why_not)]
-    if operation in ("swiglu", "rotary"):
-        rows += _off(operation, "Triton", no_triton)
-    if on_cpu:
-        reasons = ("row blocks stay in the cache", "multiple passes over memory")
-    elif operation in SINGLE_KERNELS:
-        reasons = (f"single kernel on this {device.type}", "CPU only")
-    else:
-        reasons = ("several kernels; --torch-compile fuses them", "CPU only")
-    return pair(operation, (ROW_BLOCKED, "torch"), on_cpu, reasons) + rows
-
-
-def _norm_rows(
-    device: torch.device, dtype: torch.dtype, config: Config, kernels: Kernels
-) -> list[KernelRow]:
-    norm = config.model.normalization
+    weight = torch.empty(0, dtype=dtype, device=device)
+    norm = kernels.in_layers(weight, zero_centered=model.apply_layernorm_1p)
     if kernels.transformer_engine is not None:
-        return [KernelRow(norm, "Transformer Engine", True, "requested")]
-    if kernels.apex_norms:
-        return [
-            KernelRow(norm, "apex", True, "fused forward and backward"),
-            *_off(norm, "torch", "apex is selected"),
-        ]
-    rows = _off(norm, "apex", _apex_unavailable_reason(device, dtype, config))
-    if norm == "LayerNorm":
-        return [KernelRow(norm, "torch", True, "only implementation"), *rows]
-    return (
-        _row_rivals(
-            norm, device, dtype, why_not=COMPILED if config.training.torch_compile else None
-        )
-        + rows
-    )
+        rows = [KernelRow(model.normalization, TRANSFORMER_ENGINE, True, "requested")]
+    else:
+        rows = listed(model.normalization, NORMS[model.normalization], norm)
+    activation = kernels.activation(model.activation, weight)
+    rows += listed(model.activation, ACTIVATIONS.get(model.activation, XIELU), activation)
+    if model.positions == "rope":
+        rows += listed("rotary", ROTARY, kernels.rotary(weight, model.rotary_interleaved))
+    loss = spec_of(weight, other_maths=config.precision.fp16_lm_cross_entropy)
+    rows += listed("cross entropy", CROSS_ENTROPY, loss)
+    if model.hidden_dropout or model.attention_dropout:
+        rows += listed("dropout", DROPOUT, kernels.in_layers(weight))
+    return rows

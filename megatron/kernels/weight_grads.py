@@ -20,8 +20,15 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def add_weight_grad(rows_out: Tensor, rows_in: Tensor, total: Tensor) -> None:
     """total [out, in] += rows_out^T rows_in; rows_out [m, out] and rows_in [m, in] of one dtype, in
     which this device computes GEMMs."""
-    spec = GradSpec(rows_in.device, rows_in.dtype, total.dtype)
-    choose(WEIGHT_GRADS, spec).implementation.forward(rows_out, rows_in, total)
+    _adder(rows_in.device, rows_in.dtype, total.dtype)(rows_out, rows_in, total)
+
+
+@cache
+def _adder(
+    device: torch.device, dtype: torch.dtype, main: torch.dtype
+) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """Chosen once for all layers."""
+    return choose(WEIGHT_GRADS, GradSpec(device, dtype, main)).implementation.forward
 
 
 @cache

@@ -11,10 +11,13 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.rope import Rope
 from megatron.kernels import functional
+from megatron.kernels.dropout import DROPOUT
+from megatron.kernels.implementation import choose
+from megatron.kernels.rows import spec_of
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding
-from megatron.parallel.random import DropoutSeeds, dropout
+from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 
 EMBEDDING_LAYER = -1  # the layer number of the embedding's dropout
@@ -45,6 +48,8 @@ class Embedding(nn.Module):
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
         self.word_factor, self.position_factor = config.embedding_factors
         self.dropout = config.hidden_dropout
+        asked = spec_of(self.word_embeddings.weight)
+        self.drop = choose(DROPOUT, asked).implementation.forward
         self.fp32 = config.fp32_residual_connection
         self.ctx = ctx
 
@@ -67,7 +72,10 @@ class Embedding(nn.Module):
             x = x + (my_slice(positions, self.ctx.tp) if self.ctx.sequence_parallel else positions)
         if self.fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return dropout(x, self.dropout, seeds, EMBEDDING_LAYER, "embedding", shard)
+        if seeds is None or self.dropout == 0.0:  # in evaluation there are no seeds
+            return x
+        seed = seeds.seed(EMBEDDING_LAYER, "embedding", shard)
+        return self.drop(x, self.dropout, seed, None)
 
 
 class RotaryTables(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels import functional
+from megatron.kernels.dropout import DROPOUT
+from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.block import (
     AFTER_MIXER,
@@ -89,6 +90,8 @@ class TransformerLayer(nn.Module):
 
         self.mixing = branch(spec.mixer, (BEFORE_MIXER, AFTER_MIXER, "attention_output"))
         self.feeding = branch(spec.mlp, (BEFORE_MLP, AFTER_MLP, "mlp_output"))
+        asked = kernels.in_layers(next(self.parameters()))
+        self.drop = choose(DROPOUT, asked).implementation.forward
 
     def _add_norm(
         self, name: str, config: ModelConfig, params: ParameterFactory, kernels: Kernels
@@ -138,7 +141,7 @@ class TransformerLayer(nn.Module):
 
     def masked(self, residual: torch.Tensor, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
         """`residual` and `x` with elements dropped, the others scaled up."""
-        return functional.dropout(x, self.hidden_dropout, seed, residual)
+        return self.drop(x, self.hidden_dropout, seed, residual)
 
     def dropout_seeds(self, of_batch: DropoutSeeds | None) -> dict[str, torch.Tensor]:
         """The seed of each site of dropout; none in evaluation. Tensors on the CPU: a graph would
@@ -222,7 +225,9 @@ class Decoder(nn.Module):
         self.group = ctx.tp.group
         self.transformer_engine = kernels.transformer_engine
         self.final_layernorm = (
-            Norm(config, params.scope("final_layernorm"), kernels) if last else None
+            Norm(config, params.scope("final_layernorm"), replace(kernels, compiled=False))
+            if last
+            else None
         )
         self.logits_divisor = config.logits_divisor
 

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.config.model_flags import ModelFlags
-from megatron.kernels import functional
-from megatron.kernels.cuda import apex
+from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.norms import NORMS
 from megatron.parallel.sharding import ParameterFactory
-
-# (x [..., width], weight [width], bias [width] where the norm has one) -> [..., width]
-Operation = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
-
-
-def operation(config: ModelFlags, kernels: Kernels) -> Operation:
-    """What a norm of --normalization computes, by apex where `kernels` says so."""
-    eps = config.norm_epsilon
-    zero_centered = config.apply_layernorm_1p
-    # 1 + weight would be rounded to 16 bits
-    by_apex = kernels.apex_norms and not zero_centered
-    operations: dict[tuple[str, bool], Operation] = {
-        ("LayerNorm", False): lambda x, w, b: functional.layer_norm(x, w, b, eps, zero_centered),
-        ("LayerNorm", True): lambda x, w, b: apex.layer_norm(x, w, b, eps),
-        ("RMSNorm", False): lambda x, w, _: functional.rms_norm(x, w, eps, zero_centered),
-        ("RMSNorm", True): lambda x, w, _: apex.rms_norm(x, w, eps),
-    }
-    return operations[config.normalization, by_apex]
 
 
 class Norm(nn.Module):
@@ -41,7 +22,13 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = params("weight")
         self.bias = params.optional("bias")
-        self.compute = operation(config, kernels)
+        spec = kernels.in_layers(self.weight, zero_centered=config.apply_layernorm_1p)
+        # (x [..., width], weight [width], bias [width] where the norm has one) -> [..., width]
+        self.compute = partial(
+            choose(NORMS[config.normalization], spec).implementation.forward,
+            eps=config.norm_epsilon,
+            zero_centered=config.apply_layernorm_1p,
+        )
         self.transformer_engine: nn.Module | None = None
         if kernels.transformer_engine is not None:
             self.transformer_engine = kernels.transformer_engine.norm(

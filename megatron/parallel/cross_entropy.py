@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron.kernels.cross_entropy import (
     row_chunks,
     with_z_loss,
 )
+from megatron.kernels.rows import Row
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
@@ -28,12 +30,13 @@ Reduce = Callable[[Tensor, Axis, str], Tensor]
 
 class _Loss(NamedTuple):
     """What is computed: the maths' dtype, the share of the label that is spread over all ids (of
-    each: `uniform`), the coefficient of the z-loss."""
+    each: `uniform`), the coefficient of the z-loss; and by what (`one_pass`)."""
 
     dtype: torch.dtype
     smoothing: float
     uniform: float
     z_loss: float
+    ops: ModuleType | None
 
 
 def parallel_cross_entropy(
@@ -46,6 +49,7 @@ def parallel_cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     outputs: RowOutputs = NO_OUTPUTS,
+    chosen: Row | None = None,
     reduce: Reduce = all_reduce,
 ) -> Tensor:
     """As `kernels.cross_entropy`, for logits [n, v/tp]: column j holds id tp.rank * v/tp + j.
@@ -57,7 +61,9 @@ def parallel_cross_entropy(
     assert not z_loss or not smoothing, (z_loss, smoothing)
     vocab_start = tp.rank * logits.shape[1]
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
-    loss = _Loss(dtype or loss_dtype(logits), smoothing, smoothing / vocab_size, z_loss)
+    dtype = dtype or loss_dtype(logits)
+    ops = one_pass(logits, dtype, chosen)
+    loss = _Loss(dtype, smoothing, smoothing / vocab_size, z_loss, ops)
     return _ParallelCrossEntropy.apply(
         logits, labels - vocab_start, valid, loss, tp, reduce, *outputs
     )
@@ -110,7 +116,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         hits = torch.where(is_local, grad_loss, 0)
         grads = with_z_loss(grad_loss, ctx.loss.z_loss, log_total)
         label = (columns, grads, hits, 1.0 - ctx.loss.smoothing, ctx.loss.uniform)
-        ops = one_pass(logits, log_total.dtype)
+        ops = ctx.loss.ops
         if ops is not None:
             none = torch.zeros_like(log_total)
             ops.loss_grad(logits, ctx.valid, log_total, none, *label)
@@ -134,9 +140,8 @@ class _LocalSums(NamedTuple):
 def _local_sums(
     logits: Tensor, columns: Tensor, valid: int, loss: _Loss, wants_largest: bool
 ) -> _LocalSums:
-    ops = one_pass(logits, loss.dtype)
-    if valid and ops is not None:
-        _, sums = ops.row_losses(logits, columns, valid, 0.0)
+    if valid and loss.ops is not None:
+        _, sums = loss.ops.row_losses(logits, columns, valid, 0.0)
         largest, logs, logit_sum, target = sums[0], sums[1], sums[2], sums[3]
         return _LocalSums(largest + logs, target, logit_sum, largest if wants_largest else None)
     log_sum = torch.full((logits.shape[0],), -torch.inf, dtype=loss.dtype, device=logits.device)

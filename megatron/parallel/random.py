@@ -13,8 +13,6 @@ from typing import TypeVar
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.kernels import functional as kernels
-
 Result = TypeVar("Result")
 
 
@@ -43,16 +41,6 @@ class DropoutSeeds:
         """The seed of one site; `tp_part`: the tensor-parallel rank where the tensor is split over
         those ranks."""
         return dropout_seed(*self._use, layer, site, (self._shard, tp_part))
-
-
-def dropout(
-    x: torch.Tensor, p: float, seeds: DropoutSeeds | None, layer: int, site: str, tp_part: int = 0
-) -> torch.Tensor:
-    """Dropout of `x` (any shape) in the stream of that site; `x` itself without `seeds`
-    (evaluation)."""
-    if seeds is None or p == 0.0:
-        return x
-    return kernels.dropout(x, p, seeds.seed(layer, site, tp_part))
 
 
 def recompute_input(

@@ -16,7 +16,7 @@ from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
-from megatron.kernels.select import choose_kernels, fp8_rows
+from megatron.kernels.select import choose_kernels, fp8_rows, kernel_table
 from megatron.model.blocks.module import Recompute
 from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
 from megatron.optimizer.muon import Muon
@@ -212,6 +212,7 @@ def build_run(
 
         fp8 = delayed_scaling(model, config.precision, ctx)
     d = config.data
+    rows = kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
     return Run(
         config,
         plan,
@@ -230,6 +231,7 @@ def build_run(
             ctx.cp,
         ),
         tokenizer.identity(),
+        kernels={row.operation: row.implementation for row in rows if row.on},
         fp8=fp8,
         services=services or Services(),
     )

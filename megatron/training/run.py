@@ -111,6 +111,7 @@ class Run:
     before_update: list[Callable[[int, float, float], Veto | None]] = field(default_factory=list)
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
+    kernels: dict[str, str] = field(default_factory=dict)  # what computes each operation
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
     services: Services = field(default_factory=Services)
     script_flags: Sequence[str] = ()  # of a script's own, as typed

@@ -25,7 +25,7 @@ TRIALS = {
     "window": ("tests/core/model/test_windows.py::", 5, 4),
     "rope_layers": ("tests/core/model/test_rope_layers.py::", 1, 2),
     "mixer": ("tests/core/model/test_moving_average.py::", 5, 1),
-    "norm": ("tests/core/kernels/test_norms.py::test_l1_norm", 6, 1),
+    "norm": ("tests/core/kernels/test_norms.py::test_l1_norm", 3, 1),
     "data_source": ("tests/core/data/test_token_array.py::", 6, 1),
 }
 

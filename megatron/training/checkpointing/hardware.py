@@ -9,25 +9,22 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.state import RunState
-from megatron.config.tree import Config
 from megatron.device import cpu_info, name
-from megatron.kernels.select import kernel_table
 
 
-def hardware(config: Config, device: torch.device) -> dict[str, Any]:
-    """Of this process: processor, device, kernel by operation."""
-    rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
+def hardware(kernels: Mapping[str, str], device: torch.device) -> dict[str, Any]:
+    """Of this process: processor, device, and the `kernels` by operation of its run."""
     return {
         "processor": f"{cpu_info('model name')} {torch.backends.cpu.get_cpu_capability()}",
         "device": name(device),
-        "kernels": {row.operation: row.implementation for row in rows if row.on},
+        "kernels": dict(kernels),
     }
 
 
-def other_hardware(config: Config, device: torch.device, state: RunState) -> str | None:
+def other_hardware(kernels: Mapping[str, str], device: torch.device, state: RunState) -> str | None:
     """A line where a checkpoint was written with another processor, device, kernel or torch; None
     where not, or where an older checkpoint does not say."""
-    now = hardware(config, device) | {"torch": f"torch {torch.__version__}"}
+    now = hardware(kernels, device) | {"torch": f"torch {torch.__version__}"}
     saved = state.hardware and state.hardware | {"torch": f"torch {state.versions.get('torch')}"}
     changed = [f"{before} -> {after}" for before, after in _changes(saved, now)]
     if not changed:

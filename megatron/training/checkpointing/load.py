@@ -244,7 +244,7 @@ def _take_state(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None:
             f"({type(error).__name__} {error}); use another checkpoint, or --finetune "
             "[checkpoint-damaged]"
         ) from None
-    if not c.finetune and (warning := other_hardware(run.config, run.runtime.device, state)):
+    if not c.finetune and (warning := other_hardware(run.kernels, run.runtime.device, state)):
         log.print_rank_0(f"WARNING: {warning}")
     now = layout_of(run.runtime)
     if state.layout != now:

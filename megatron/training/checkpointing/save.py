@@ -38,11 +38,11 @@ class Constants:
 
 
 def constants_of(run: Run) -> Constants:
-    """To be made once, since it takes the choice of all kernels."""
+    """To be made once."""
     return Constants(
         saved_flags.to_text(run.config, ("local_rank",), run.script_flags),
         layout_of(run.runtime),
-        hardware(run.config, run.runtime.device),
+        hardware(run.kernels, run.runtime.device),
         flops_per_sample(run.config, run.plan),
     )
 

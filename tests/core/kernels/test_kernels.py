@@ -12,12 +12,14 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import flash_attention, select, transformer_engine
+from megatron.kernels import flash_attention, rows, select, transformer_engine
 from megatron.kernels import libraries as loading
+from megatron.kernels.activations import ACTIVATIONS
 from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear import low_precision_is_native
+from megatron.kernels.rotary import ROTARY
 from megatron.kernels.select import choose_kernels, kernel_table
 from megatron.training.logging import kernel_report
 from tests.core.model.tiny import loss_and_grads, tiny_config, tiny_model, tokens
@@ -42,8 +44,8 @@ TITLES = {each.name: each.title for each in IMPLEMENTATIONS}
 
 def on(dtype: torch.dtype = torch.float32, **flags) -> dict[str, str]:
     """{operation: implementation} of the rows that are on."""
-    rows = kernel_table(CPU, dtype, config_from(Config, SHAPE | flags))
-    return {row.operation: row.implementation for row in rows if row.on}
+    table = kernel_table(CPU, dtype, config_from(Config, SHAPE | flags))
+    return {row.operation: row.implementation for row in table if row.on}
 
 
 @pytest.fixture
@@ -81,8 +83,8 @@ def everything(libraries, monkeypatch):  # noqa: F811
             TITLES["sdpa"],
             "unfused attention",
         ),
-        ({"bias_swiglu_fusion": False}, "swiglu", select.NATIVE, "torch"),
-        ({"apply_rope_fusion": False}, "rotary", select.NATIVE, "torch"),
+        ({"bias_swiglu_fusion": False}, "swiglu", rows.NATIVE, "torch"),
+        ({"apply_rope_fusion": False}, "rotary", rows.NATIVE, "torch"),
         ({"bias_gelu_fusion": False, "swiglu": False}, "gelu (erf)", None, "torch"),
         (
             {"gradient_accumulation_fusion": False},
@@ -95,7 +97,7 @@ def everything(libraries, monkeypatch):  # noqa: F811
 def test_a_flag_switches_an_implementation(
     no_vector_attention, request, flags, operation, before, after
 ):
-    if before == select.NATIVE:
+    if before == rows.NATIVE:
         request.getfixturevalue("cpp")
     assert on().get(operation) == before and on(**flags)[operation] == after
 
@@ -169,20 +171,13 @@ def test_what_was_asked_for_reaches_the_layers(everything):
             },
         ),
     )
-    assert (chosen.fused_swiglu, chosen.fused_rotary, chosen.accumulation, chosen.apex_norms) == (
-        False,
-        False,
-        False,
-        False,
-    )
+    assert not (chosen.fused_swiglu or chosen.fused_rotary or chosen.accumulation)
     assert chosen.transformer_engine == transformer_engine.TransformerEngine(
         False, transformer_engine.Fp8("e4m3", "tensorwise")
     )
     layer = tiny_model(kernels=chosen, swiglu=True).decoder.layers["0"]
-    assert (
-        layer.mlp.activation.keywords == {"fused": False}
-        and not layer.self_attention.rotate.keywords["fused"]
-    )
+    assert layer.mlp.activation is ACTIVATIONS["swiglu"][-1].forward
+    assert layer.self_attention.rotate.func is ROTARY[-1].forward
     assert isinstance(layer.mlp.linear_fc1.engine, transformer_engine.Linear)
 
 
@@ -249,7 +244,7 @@ def test_the_error_is_one_line_and_an_exit_code():
 @pytest.mark.parametrize("flags", [{"torch_compile": True}, {"apply_layernorm_1p": True}])
 def test_apex_norms_stay_off_where_they_would_cost(everything, cpp, flags):
     norm = on(torch.bfloat16, normalization="RMSNorm", **flags)["RMSNorm"]
-    assert norm == (select.ROW_BLOCKED if "torch_compile" in flags else select.NATIVE)
+    assert norm == (rows.ROW_BLOCKED if "torch_compile" in flags else rows.NATIVE)
 
 
 @pytest.mark.parametrize("accumulation", [True, False])

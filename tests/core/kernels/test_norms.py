@@ -14,7 +14,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 def run_of_rows(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(blocking, "BLOCK_ELEMENTS", request.param)
-        monkeypatch.setattr(native, "runs", lambda x: False)
+        monkeypatch.setattr(native, "unavailable_reason", lambda *_: "not built")
 
 
 def inputs(dtype: torch.dtype, zero_centered: bool = False):
@@ -84,7 +84,7 @@ def test_rms_norm_is_the_formula(dtype, zero_centered):
 
 @pytest.mark.parametrize("runs_pay_off", [True, False])
 def test_both_ways_of_rms_norm_agree(monkeypatch, runs_pay_off):
-    monkeypatch.setattr("megatron.kernels.norms.pays_off", lambda _: runs_pay_off)
+    monkeypatch.setattr("megatron.kernels.rows.pays_off", lambda _: runs_pay_off)
     x, weight, _, grad = inputs(torch.float64)
     assert_same(
         lambda x, w: rms_norm(x, w, EPS), lambda x, w: rms_formula(x, w, False), (x, weight), grad

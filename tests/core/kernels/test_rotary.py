@@ -18,7 +18,7 @@ D = 8
 def run_of_rows(request, monkeypatch):
     if request.param:
         monkeypatch.setattr(blocking, "BLOCK_ELEMENTS", request.param)
-        monkeypatch.setattr(native, "runs", lambda x: False)
+        monkeypatch.setattr(native, "unavailable_reason", lambda *_: "not built")
 
 
 def formula(
@@ -39,7 +39,7 @@ def formula(
 @pytest.mark.parametrize("dim", [D, D // 2])
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_rotation_is_the_formula(monkeypatch, per_sample, dim, interleaved, runs_pay_off):
-    monkeypatch.setattr("megatron.kernels.rotary.pays_off", lambda _: runs_pay_off)
+    monkeypatch.setattr("megatron.kernels.rows.pays_off", lambda _: runs_pay_off)
     x = torch.randn(S, B, N, D, dtype=torch.float64)
     positions = torch.randint(0, 5000, (B, S)) if per_sample else torch.arange(S).expand(B, S)
     tables = rotary_tables(positions if per_sample else S, dim, base=500.0, dtype=torch.float64)

@@ -5,7 +5,7 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import functional, linear, linear_implementations, select
+from megatron.kernels import functional, linear, linear_implementations, rows, select
 from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
@@ -93,8 +93,7 @@ def test_linear_follows_the_capability(monkeypatch, native):
 def test_the_row_that_is_on_is_what_autograd_sees(
     monkeypatch, cpu_pays_off, built, values, operation, call
 ):
-    for module in ("activations", "norms", "select"):
-        monkeypatch.setattr(f"megatron.kernels.{module}.pays_off", lambda _: cpu_pays_off)
+    monkeypatch.setattr(rows, "pays_off", lambda _: cpu_pays_off)
     called = []
     real = native._call
     monkeypatch.setattr(native, "_call", lambda *arguments: called.append(real(*arguments)))
@@ -108,7 +107,7 @@ def test_the_row_that_is_on_is_what_autograd_sees(
         or operation == "geglu"
         and cpu_pays_off
     )
-    assert implementation == (select.NATIVE if called else select.ROW_BLOCKED if ours else "torch")
+    assert implementation == (rows.NATIVE if called else rows.ROW_BLOCKED if ours else "torch")
     assert built or not called
 
 
@@ -146,8 +145,8 @@ def test_libraries_are_off_and_say_why():
 
 
 def test_runs_of_rows_pay_off_on_a_cpu_only():
-    assert blocking.pays_off(torch.empty(1))
-    assert not blocking.pays_off(torch.empty(1, device="meta"))
+    assert blocking.pays_off(CPU)
+    assert not blocking.pays_off(torch.device("meta"))
 
 
 def test_compiled_layers_have_no_calls_into_cpp(cpp):
@@ -155,11 +154,11 @@ def test_compiled_layers_have_no_calls_into_cpp(cpp):
         Config,
         {"seq_length": 64, "hidden_size": 128, "num_attention_heads": 2, "torch_compile": True},
     )
-    rows = {
+    table = {
         (row.operation, row.implementation): row
         for row in kernel_table(CPU, torch.bfloat16, config)
     }
-    for key in (("gelu (tanh)", select.NATIVE), ("attention", TITLES["cpp_bf16"])):
-        found = rows.get(key) or rows[f"{key[0]} (training)", key[1]]
+    for key in (("gelu (tanh)", rows.NATIVE), ("attention", TITLES["cpp_bf16"])):
+        found = table.get(key) or table[f"{key[0]} (training)", key[1]]
         assert not found.on and found.reason
-    assert rows["cross entropy", select.NATIVE].on
+    assert table["cross entropy", rows.NATIVE].on

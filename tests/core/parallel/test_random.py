@@ -4,7 +4,8 @@ import itertools
 
 import torch
 
-from megatron.parallel.random import DropoutSeeds, dropout, dropout_seed, recompute
+from megatron.kernels.functional import dropout
+from megatron.parallel.random import DropoutSeeds, dropout_seed, recompute
 
 
 def test_seeds_never_change():
@@ -38,21 +39,15 @@ def test_stream_of_a_micro_batch():
     assert streams[0].seed(1, "a") == DropoutSeeds(1234, 5, 0, 0).seed(1, "a", 0)
 
 
-def test_dropout_off():
-    x = torch.randn(3, 4)
-    assert dropout(x, 0.5, None, 0, "a") is x
-    assert dropout(x, 0.0, DropoutSeeds(1, 1, 0), 0, "a") is x
-
-
 def test_dropout_ignores_and_leaves_the_global_generator():
     x = torch.ones(64, 64)
     seeds = DropoutSeeds(1, 1, 0)
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    first = dropout(x, 0.25, seeds, 3, "a")
+    first = dropout(x, 0.25, seeds.seed(3, "a"))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(2)
-    assert torch.equal(dropout(x, 0.25, seeds, 3, "a"), first)
+    assert torch.equal(dropout(x, 0.25, seeds.seed(3, "a")), first)
     assert set(first.unique().tolist()) == {0.0, x.div(0.75)[0, 0].item()}
     assert abs((first == 0).float().mean().item() - 0.25) < 0.03
 
@@ -64,7 +59,7 @@ def test_recompute_repeats_the_mask():
 
     def function(x):
         calls.append(1)
-        return dropout(torch.tanh(x @ w), 0.5, seeds, 0, "a")
+        return dropout(torch.tanh(x @ w), 0.5, seeds.seed(0, "a"))
 
     grads = []
     for again in (False, True):

@@ -56,7 +56,7 @@ def loss_memory(dtype, loss) -> int:
 @pytest.mark.parametrize("built", [False, True])
 def test_the_loss_holds_a_chunk_and_a_sixteenth_of_the_logits(monkeypatch, dtype, tp, built):
     if not built:
-        monkeypatch.setattr(native, "runs", lambda x: False)
+        monkeypatch.setattr(native, "unavailable_reason", lambda *_: "not built")
 
     class Two:
         size = 2

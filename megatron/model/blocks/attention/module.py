@@ -11,8 +11,9 @@ from torch import nn
 from megatron.kernels import functional
 from megatron.kernels.attention_spec import AttentionSpec, Forward
 from megatron.kernels.cuda import torch_flash
-from megatron.kernels.implementation import lacking
+from megatron.kernels.implementation import choose, lacking
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.rotary import ROTARY
 from megatron.model.blocks.attention.facts import Attention
 from megatron.model.blocks.cache import Cache
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
@@ -56,11 +57,6 @@ class SelfAttention(BlockModule):
         self.recompute_core = recompute.includes("core_attn")
         self.cp = ctx.cp
         self.requested = kernels.attention
-        self.rotate = partial(
-            functional.apply_rotary,
-            interleaved=config.rotary_interleaved,
-            fused=kernels.fused_rotary,
-        )
 
         def head_norm(name: str) -> nn.Module:
             if not config.qk_layernorm:
@@ -72,6 +68,10 @@ class SelfAttention(BlockModule):
             return AllHeadsNorm(config, params.scope(name), ctx.tp)
 
         self.linear_qkv = ColumnParallelLinear.named("linear_qkv", params, ctx, kernels)
+        rotary = kernels.rotary(self.linear_qkv.weight, config.rotary_interleaved)
+        self.rotate = partial(
+            choose(ROTARY, rotary).implementation.forward, interleaved=config.rotary_interleaved
+        )
         self.q_layernorm = head_norm("q_layernorm")
         self.k_layernorm = head_norm("k_layernorm")
         self.linear_proj = RowParallelLinear.named("linear_proj", params, ctx, kernels)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from megatron.config.model_flags import ModelFlags
-from megatron.kernels import functional
+from megatron.kernels.activations import ACTIVATIONS
+from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.block import Block
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
@@ -19,17 +19,11 @@ from megatron.parallel.sharding import ParameterFactory
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def activation(config: ModelFlags, kernels: Kernels) -> Activation:
+def activation(config: ModelFlags, kernels: Kernels, weight: torch.Tensor) -> Activation:
     """The function between the two matrices, other than xIELU, which is a module; gated ones take
-    [..., 2, ffn] and return [..., ffn]."""
-    functions: dict[str, Activation] = {
-        "swiglu": partial(functional.swiglu, fused=kernels.fused_swiglu),
-        "geglu": functional.geglu,
-        "squared_relu": functional.squared_relu,
-        "gelu (tanh)": lambda x: functional.gelu(x, True),
-        "gelu (erf)": lambda x: functional.gelu(x, False),
-    }
-    return functions[config.activation]
+    [..., 2, ffn] and return [..., ffn]. `weight`: of the first matrix."""
+    name = config.activation
+    return choose(ACTIVATIONS[name], kernels.activation(name, weight)).implementation.forward
 
 
 class MLP(BlockModule):
@@ -54,10 +48,10 @@ class MLP(BlockModule):
 
             self.xielu = XIELU(params.scope("xielu"))  # named as its parameters are
             self.activation = self.xielu.forward
-        else:
-            self.activation = activation(config, kernels)
         self.linear_fc1 = ColumnParallelLinear.named("linear_fc1", params, ctx, kernels)
         self.linear_fc2 = RowParallelLinear.named("linear_fc2", params, ctx, kernels)
+        if config.activation != "xielu":
+            self.activation = activation(config, kernels, self.linear_fc1.weight)
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

@@ -377,11 +377,11 @@ class Experts(nn.Module):
         super().__init__()
         self.config = config
         self.recompute_activation = recompute_activation
-        self.activation = activation(config, kernels)
         self.fused_swiglu = kernels.fused_swiglu
         for name in ("linear_fc1", "linear_fc2"):
             scaling = params.scaling(name, experts=True)
             self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling, kernels))
+        self.activation = activation(config, kernels, self.linear_fc1.weight)
 
     def forward(
         self, x: torch.Tensor, probs: torch.Tensor, copies: Copies, counts: list[int]
@@ -401,7 +401,8 @@ class Experts(nn.Module):
     def activate(self, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Activation function, times the probabilities."""
         if self.config.activation == "swiglu":
-            return weighted_swiglu(x.unflatten(-1, (2, -1)), probs, self.fused_swiglu)
+            x = x.unflatten(-1, (2, -1))
+            return weighted_swiglu(x, probs, self.fused_swiglu, self.activation)
         x = self.activation(x.unflatten(-1, (2, -1)) if self.config.gated else x)
         return (x * probs.unsqueeze(-1)).to(x.dtype)
 

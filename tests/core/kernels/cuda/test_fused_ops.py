@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import megatron.kernels.cuda as cuda_kernels
-from megatron.arguments import config_from
-from megatron.config.tree import Config
-from megatron.kernels import functional, select
+from megatron.kernels import functional
+from megatron.kernels.activations import ACTIVATIONS
+from megatron.kernels.cross_entropy import CROSS_ENTROPY
 from megatron.kernels.cuda import availability, fused_ops
+from megatron.kernels.rows import ROW_BLOCKED, RowSpec
+from megatron.kernels.select import listed
 from tests.core.kernels.cuda.launches import Launches
 from tests.forkrun import ROOT
 
@@ -127,13 +129,12 @@ def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
     reason = availability.unavailable_reason(cuda, torch.bfloat16)
     assert str(error).splitlines()[0] in reason and "\n" not in reason
     assert availability.fused_ops(cuda, torch.bfloat16) is None
-    monkeypatch.setattr(select, "triton_unavailable_reason", lambda *_: reason)
-    meta = torch.device("meta")
-    rows = {r.implementation: r for r in select._row_rivals("swiglu", meta, torch.bfloat16)}
+    monkeypatch.setattr(availability, "unavailable_reason", lambda *_: reason)
+    spec = RowSpec(torch.device("meta"), torch.bfloat16)
+    rows = {r.implementation: r for r in listed("swiglu", ACTIVATIONS["swiglu"], spec)}
     assert rows["torch"].on and not rows["Triton"].on and rows["Triton"].reason == reason
-    config = config_from(Config, {"seq_length": 64})
-    rows = {r.implementation: r for r in select._loss_rows(meta, torch.bfloat16, config)}
-    assert rows[select.ROW_BLOCKED].on and rows["Triton"].reason == reason
+    rows = {r.implementation: r for r in listed("cross entropy", CROSS_ENTROPY, spec)}
+    assert rows[ROW_BLOCKED].on and rows["Triton"].reason == reason
     availability._launch_problem.cache_clear()
 
 

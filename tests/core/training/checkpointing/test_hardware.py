@@ -18,19 +18,19 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def saved():
     run = make_run()
-    state = RunState(hardware=hardware.hardware(run.config, CPU))
-    return run.config, RunState.parse(state.dump(), "state.json")
+    state = RunState(hardware=hardware.hardware(run.kernels, CPU))
+    return run.kernels, RunState.parse(state.dump(), "state.json")
 
 
 def test_the_same_hardware_is_not_mentioned(saved):
-    config, state = saved
+    kernels, state = saved
     assert state.hardware["processor"].split() and state.hardware["kernels"]
-    assert hardware.other_hardware(config, CPU, state) is None
+    assert hardware.other_hardware(kernels, CPU, state) is None
 
 
 def test_an_older_checkpoint_does_not_say(saved):
-    config, state = saved
-    assert hardware.other_hardware(config, CPU, replace(state, hardware={})) is None
+    kernels, state = saved
+    assert hardware.other_hardware(kernels, CPU, replace(state, hardware={})) is None
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,13 @@ def test_an_older_checkpoint_does_not_say(saved):
     ],
 )
 def test_other_hardware_is_named(saved, changed):
-    config, state = saved
-    kernels = state.hardware["kernels"]
+    kernels, state = saved
     assert "attention" in kernels
     if "torch" in changed:
         state = replace(state, versions=state.versions | {"torch": "1.0"})
     else:
         state = replace(state, hardware=state.hardware | changed)
-    line = hardware.other_hardware(config, CPU, state)
+    line = hardware.other_hardware(kernels, CPU, state)
     assert code_of(line) == "resume-not-bit-for-bit"
     old = changed.get("kernels", {}).get("attention") or changed.get("processor") or ""
     assert old in line and "->" in line
