@@ -132,7 +132,7 @@ def test_what_is_measured_of_groups(stages):
                 check_messages(stages, micro_batches, chunks, group)
 
 
-@pytest.mark.parametrize("stages", [DEEP + 1, DEEP + 17])
+@pytest.mark.parametrize("stages", [DEEP + 1, pytest.param(DEEP + 17, marks=pytest.mark.campaign)])
 def test_what_is_measured_of_a_shallower_pipeline(stages):
     """What more stages add, against the whole list."""
     for sizes in ((40, 1, None), (5, 1, None), (2 * stages, 2, None)):
