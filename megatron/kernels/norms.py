@@ -48,6 +48,43 @@ def _layer_norm(
     return F.layer_norm(x.to(wide), weight.shape, weight.to(wide) + 1, bias, eps).to(x.dtype)
 
 
+class _LayerNorm(torch.autograd.Function):
+    """torch's, whose gradients of weight and bias are summed in fp32. On a CPU torch sums them in
+    the format of x: in bf16 a sum of ones ends at 256."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide_bias = None if bias is None else bias.float()
+        out, mean, inverse = torch.native_layer_norm(
+            x, weight.shape, weight.float(), wide_bias, eps
+        )
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        wide_bias = None if bias is None else bias.float()
+        wanted = [True, True, bias is not None]
+        grads = torch.ops.aten.native_layer_norm_backward(
+            grad_out.float(),
+            x.float(),
+            weight.shape,
+            mean,
+            inverse,
+            weight.float(),
+            wide_bias,
+            wanted,
+        )
+        return *(None if grad is None else grad.to(x.dtype) for grad in grads), None
+
+
+def _layer_norm_with_wide_sums(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
 def _layer_norm_in_one_pass(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor:
@@ -159,6 +196,13 @@ def _no_apex(spec: RowSpec) -> str | None:
     return COMPILED if spec.compiled else apex.unavailable_reason(spec.device, spec.dtype)
 
 
+def _not_16_bits_on_a_cpu(spec: RowSpec) -> str | None:
+    if spec.compiled:
+        return COMPILED
+    low = spec.dtype in (torch.bfloat16, torch.float16)
+    return None if low and spec.device.type == "cpu" else "only for 16 bits on a CPU"
+
+
 _FUSED = "fused forward and backward"
 _CENTERED = frozenset({"zero_centered"})
 LAYER_NORMS: tuple[Row, ...] = only(
@@ -176,6 +220,13 @@ LAYER_NORMS: tuple[Row, ...] = only(
         _layer_norm_in_one_pass,
         _CENTERED,
         no_triton,
+        why=lambda spec: "only implementation",
+    ),
+    Implementation(
+        "wide_sums",
+        "torch",
+        _layer_norm_with_wide_sums,
+        unavailable=_not_16_bits_on_a_cpu,
         why=lambda spec: "only implementation",
     ),
 )

@@ -119,3 +119,24 @@ def test_a_small_zero_centered_weight_is_not_rounded_away(norm):
 def test_statistics_of_low_precision_are_in_fp32():
     x = torch.full((2, 512), 300.0, dtype=torch.float16)  # 300^2 is no fp16 number
     assert torch.equal(rms_norm(x, torch.ones(512, dtype=torch.float16), 1e-5), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_rows_are_summed_in_more_than_16_bits(dtype):
+    """5,000 gradients of about one, which bf16 adds up to 256 and fp16 to 2,048."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(5000, 8, generator=generator).to(dtype).requires_grad_()
+    weight, bias = (torch.ones(8, dtype=dtype, requires_grad=True) for _ in range(2))
+    grad = torch.ones_like(x) + x.detach() / 4
+    assert_same(
+        lambda x, w, b: layer_norm(x, w, b, EPS),
+        lambda x, w, b: layer_formula(x, w, b, False),
+        (x, weight, bias),
+        grad,
+    )
+    assert_same(
+        lambda x, w: rms_norm(x, w, EPS),
+        lambda x, w: rms_formula(x, w, False),
+        (x, weight),
+        grad,
+    )
