@@ -157,13 +157,13 @@ class Engine:
         generation.cached = 0
 
     def _decode(self, decoding: list[Generation]) -> list[tuple[Generation, NewToken | None]]:
-        """One token more. The rows are computed up to the last of these; what others have there
-        is overwritten when they are read on."""
+        """One token more. All rows are computed; what others have there is overwritten when they
+        are read on."""
         ready = {self._running.index(generation): generation for generation in decoding}
-        running = self._running[: 1 + max(ready)]
-        starts = [min(generation.cached, self.length - 1) for generation in running]
+        starts = [min(generation.cached, self.length - 1) for generation in self._running]
         tokens = [
-            [generation.tokens[start]] for generation, start in zip(running, starts, strict=True)
+            [generation.tokens[start]]
+            for generation, start in zip(self._running, starts, strict=True)
         ]
         logits = self._model.forward(tokens, starts)
         for generation in decoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -12,15 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron import device as devices
+from megatron.kernels.cuda.availability import fused_ops
 from megatron.model.blocks.cache import CachedTokens
 
 SHORTEST = 256  # positions that attention looks at; above it twice as many, and so on
 aten = torch.ops.aten
-FORBIDDEN = {
-    torch.Tag.data_dependent_output: "reads a value on the host",
-    torch.Tag.dynamic_output_shape: "has a result whose shape depends on values",
-    torch.Tag.nondeterministic_seeded: "draws random numbers",
-}
+HOST_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class NotStatic(Exception):
@@ -34,8 +32,8 @@ def bucket(size: int, smallest: int, largest: int) -> int:
 
 
 class Watch(TorchDispatchMode):
-    """Sees the operations of a region on `device`. Raises NotStatic at one whose kernels would not
-    be the same, on the same memory, each time; `compare` finds what differs between two times."""
+    """Sees the operations of a region on `device`. Raises NotStatic at one that needs the host;
+    `compare` finds what is not the same, on the same memory, another time."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -48,48 +46,46 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         inputs = tree_leaves((args, kwargs))
-        self._check(func, args, inputs)
+        if why_not := self._needs_host(func, inputs):
+            raise NotStatic(f"{func} {why_not}")
         self.calls.append([func, *map(self._seen, inputs)])
         result = func(*args, **(kwargs or {}))
-        from_outside = {_address(each) for each in inputs if isinstance(each, torch.Tensor)}
-        from_outside -= self._made
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._kept.append(each)
-                self._made |= {_address(each)} - from_outside
+        before = _tensors(inputs)
+        after = _tensors(tree_leaves(result))
+        self._made |= set(map(_address, after)) - set(map(_address, before))
+        self._kept += before + after
         return result
 
-    def _check(self, func: Any, args: tuple, inputs: list[object]) -> None:
-        name = func.overloadpacket
-        if name is aten.lift_fresh:
-            raise NotStatic(f"{func} makes a tensor of the host's numbers")
-        devices = [each for each in inputs if isinstance(each, torch.device)]
-        devices += [each.device for each in inputs if isinstance(each, torch.Tensor)]
-        if any(each.type != self._device.type for each in devices):
-            raise NotStatic(f"{func} copies between host and device")
-        if name in (aten.index, aten.index_put, aten.index_put_):
-            if any(each is not None and each.dtype == torch.bool for each in args[1]):
-                raise NotStatic(f"{func} counts the elements of a mask")
-            return
-        for tag in FORBIDDEN.keys() & set(func.tags):
-            raise NotStatic(f"{func} {FORBIDDEN[tag]}")
+    def _needs_host(self, func: Any, inputs: list[Any]) -> str | None:
+        tensors = _tensors(inputs)
+        if func.overloadpacket is aten.lift_fresh:
+            return "makes a tensor of the host's numbers"
+        used = {each.device.type for each in tensors}
+        used |= {each.type for each in inputs if isinstance(each, torch.device)}
+        if used - {self._device.type}:
+            return "copies between host and device"
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            masks = any(each.dtype == torch.bool for each in tensors[1:])
+            return "counts the elements of a mask" if masks else None
+        return "reads values on the host" if HOST_DECIDES & set(func.tags) else None
 
     def _seen(self, value: object) -> object:
         """What of an operation's input must be the same each time."""
         if not isinstance(value, torch.Tensor):
             return value
-        self._kept.append(value)
         place = _address(value)
         memory = None if place in self._made else (place, value.storage_offset())
         return memory, value.shape, value.stride(), value.dtype
 
     def compare(self, later: Watch) -> None:
         """Raise NotStatic where `later`, of the same region, saw something else."""
-        for before, now in zip(self.calls, later.calls, strict=False):
+        for before, now in zip_longest(self.calls, later.calls, fillvalue=["nothing"]):
             if before != now:
                 raise NotStatic(f"{now[0]} has other inputs each time")
-        if len(self.calls) != len(later.calls):
-            raise NotStatic("the number of operations differs each time")
+
+
+def _tensors(values: list[Any]) -> list[torch.Tensor]:
+    return [each for each in values if isinstance(each, torch.Tensor)]
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -113,6 +109,7 @@ class StaticStep:
         length: int,
         device: torch.device,
     ):
+        fused_ops(device, torch.float32)  # tries a kernel once, and reads its result
         self._compute = compute
         self._rows = rows
         self._length = length

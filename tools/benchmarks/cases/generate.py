@@ -40,12 +40,13 @@ def prompts(batch: int, vocab: int) -> list[list[int]]:
 class Ours(Subject):
     """Greedy decoding with the cache, of the model that tools/generate.py loads."""
 
-    def __init__(self, model: str, batch: int, new: int, device: str = "cpu"):
+    def __init__(self, model: str, batch: int, new: int, device: str = "cpu", dtype: str = "auto"):
         from megatron.inference.engine import Engine, Request
         from megatron.inference.sampling import Sampling
         from tools.generate import Options
 
-        trained = Options(checkpoint=model, device=device).open()  # type: ignore[arg-type]  # a name of torch
+        options = Options(checkpoint=model, device=device, dtype=dtype)  # type: ignore[arg-type]  # a name of torch
+        trained = options.open()
         self._engine = Engine(trained.model, batch, PROMPT + new)
         ids = prompts(batch, trained.tokenizer.vocab_size)
         self._requests = [Request(prompt, new, Sampling(temperature=0.0)) for prompt in ids]
@@ -60,9 +61,11 @@ class Ours(Subject):
 
 
 class Transformers(Ours):
-    """transformers' generate."""
+    """transformers' generate. compiled: with a static cache, with which it compiles on CUDA."""
 
-    def __init__(self, model: str, batch: int, new: int, device: str = "cpu"):
+    def __init__(
+        self, model: str, batch: int, new: int, device: str = "cpu", *, compiled: bool = False
+    ):
         import torch
         import transformers
 
@@ -77,6 +80,7 @@ class Transformers(Ours):
             "do_sample": False,
             "pad_token_id": 0,
             "eos_token_id": None,
+            "cache_implementation": "static" if compiled else None,
         }
 
     def work(self) -> list[int]:

@@ -97,8 +97,10 @@ def decoder(kind: str, size: Size, new: int, device: str, folder: Path) -> gener
     """The subject that decodes `new` tokens of each text."""
     run = generate.make_run(folder, size, "bf16", device)
     if kind == "decode":
-        return generate.Ours(run, size.micro_batch, new, device)
-    return generate.Transformers(generate.export(folder, run), size.micro_batch, new, device)
+        return generate.Ours(run, size.micro_batch, new, device, "bf16")
+    hf = generate.export(folder, run)
+    compiled = kind.endswith("-compiled")
+    return generate.Transformers(hf, size.micro_batch, new, device, compiled=compiled)
 
 
 def kernels(subject: Subject) -> list[tuple[str, int, float]]:

@@ -40,7 +40,7 @@ TABLE = 25  # kernels of each cell that are kept
 FIGURES = {
     "ms": ".1f",
     "h200": ".1f",
-    "at_most": "<= .0f",
+    "at_most": "<= .4g",
     "tokens/s": ".0f",
     "MFU %": ".1f",
     "busy %": ".0f",

@@ -1,0 +1,70 @@
+"""A stand-in on the CPU for CUDA graphs: what is recorded are operations with their very tensors,
+and a replay computes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
+
+from megatron import device as devices
+from megatron.kernels import activations, norms, rotary
+
+
+class Graph(TorchDispatchMode):
+    """The operations of a region. `replays`: how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict, list]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.calls.append((func, args, kwargs or {}, tree_leaves(result)))
+        return result
+
+    def replay(self) -> None:
+        """All of them once more, each into the memory of its first result."""
+        self.replays += 1
+        for func, args, kwargs, results in self.calls:
+            changed = {id(each) for each in tree_leaves((args, kwargs))}
+            for to, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(to, torch.Tensor) and id(to) not in changed:
+                    to.copy_(value)
+
+
+original = torch.Tensor.tolist
+
+
+def tolist(tensor: torch.Tensor) -> list:
+    """Seen by modes, as on CUDA, where it copies."""
+    if _get_current_dispatch_mode() is not None:
+        tensor.sum().item()
+    return original(tensor)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Graph]:
+    """Those that were recorded, since CPUs have them."""
+    recorded: list[Graph] = []
+
+    def record(region: Callable[[], Any], other: Graph | None = None) -> tuple[Graph, Any]:
+        assert other is None or other in recorded
+        with Graph() as graph:
+            result = region()
+        result.fill_(float("nan"))  # as if nothing had run
+        recorded.append(graph)
+        return graph, result
+
+    for operations in (activations, norms, rotary):  # those of CUDA without Triton
+        monkeypatch.setattr(operations, "pays_off", lambda x: False)
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
+    monkeypatch.setattr(devices, "record", record)
+    return recorded
