@@ -269,6 +269,14 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_grouped_gemm(device: torch.device) -> bool:
+    """Whether torch multiplies groups of rows in one kernel on this device, without reading their
+    sizes (CUDA, compute capability 9 or 10; the meta device stands for such a one)."""
+    if device.type == "meta":
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
 @contextlib.contextmanager
 def kernel_seed(device: torch.device, seed: int | torch.Tensor) -> Iterator[None]:
     """In this context kernels that draw from the device's own generator start from `seed`; it is

@@ -120,14 +120,23 @@ def _fuse() -> None:
     from megatron.kernels import dropout, rotary
     from megatron.kernels.cuda import availability, fused_ops
 
-    def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    def swiglu(gate_up: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = gate_up.unbind(-2)
-        return F.silu(gate) * up
+        y = F.silu(gate) * up
+        return y if weights is None else (y * weights.unsqueeze(-1)).to(y.dtype)
 
-    def swiglu_backward(gate_up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def swiglu_backward(
+        gate_up: torch.Tensor, grad: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         gate, up = gate_up.unbind(-2)
+        of_weights = (grad * F.silu(gate) * up).sum(-1, dtype=torch.float32)
+        if weights is not None:
+            grad = (grad * weights.unsqueeze(-1)).to(grad.dtype)
         slope = torch.ops.aten.silu_backward(grad * up, gate)
-        return torch.stack((slope, grad * F.silu(gate)), -2)
+        return torch.stack((slope, grad * F.silu(gate)), -2), of_weights
+
+    def sum_rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, x.new_zeros(1, x.shape[1])))[places].sum(1)
 
     def row_losses(logits: torch.Tensor, columns: torch.Tensor, valid: int, smoothing: float):
         real = logits[:, :valid].float()
@@ -158,6 +167,7 @@ def _fuse() -> None:
         ("loss_grad_", loss_grad),
         ("swiglu", swiglu),
         ("swiglu_backward", swiglu_backward),
+        ("sum_rows", sum_rows),
         ("rotate", rotate),
         ("move", lambda x, batch_first: fused_ops.empty_heads(x, batch_first).copy_(x)),
         ("drop", drop),

@@ -66,6 +66,8 @@ class ParallelLinear(nn.Module):
 class ExpertLinear(nn.Module):
     """A linear layer of every expert, as `GroupedLinear`; it has the parameter of that one."""
 
+    in_one_call = False
+
     def __init__(self, layer: GroupedLinear):
         super().__init__()
         self.weight = layer.weight
@@ -74,10 +76,10 @@ class ExpertLinear(nn.Module):
         self, x: Tensor, counts: list[int], of: Copies | None = None, to: Copies | None = None
     ) -> Tensor:
         """As GroupedLinear's `compute`."""
-        rows = x if of is None else dispatch(x, of.order, of.per_row)
+        rows = x if of is None else dispatch(x, of)
         experts = zip(rows.split(counts), self.weight.flatten(1, -2), strict=True)
         y = torch.cat([product(some, weight) for some, weight in experts])
-        return y if to is None else combine(y, *to)
+        return y if to is None else combine(y, to)
 
 
 def replace_linear_layers(model: nn.Module) -> None:

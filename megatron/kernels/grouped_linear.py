@@ -8,26 +8,57 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
+from megatron.device import has_grouped_gemm
 from megatron.kernels.activations import swiglu
 from megatron.kernels.cpu import experts
+from megatron.kernels.cuda.availability import fused_ops
 from megatron.kernels.linear import input_grad, linear_weight_grad, product
 
 
-def _in_one_call(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch multiplies all groups in one kernel: bf16 on CUDA, rows of 16 bytes."""
+def in_one_call(weight: Tensor) -> bool:
+    """Whether all groups of weight [groups, ..., in] are one kernel, which reads their sizes on the
+    device: in bf16, with rows of 16 bytes."""
     return (
-        x.device.type == "cuda"
-        and x.dtype == weight.dtype == torch.bfloat16
-        and len(x) > 0
-        and all(size % 8 == 0 for size in weight.shape[1:])
+        has_grouped_gemm(weight.device)
+        and weight.dtype == torch.bfloat16
+        and all(size % 8 == 0 for size in weight.flatten(1, -2).shape[1:])
+        and fused_ops(weight.device, weight.dtype) is not None
     )
 
 
-def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [n, k], weight [groups, k, m] -> [n, m], in one call."""
-    ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(x.device)
-    return torch.nn.functional.grouped_mm(x.contiguous(), weight, offs=ends)
+class _InOneCall(torch.autograd.Function):
+    """A kernel for all groups, and one for their weight gradients: `ends` is on the device. Rows
+    behind the last group have undefined results."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        accumulate_into: Tensor | None,
+        is_first: Callable[[], bool],
+    ) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight, ends)
+        ctx.accumulate_into = accumulate_into
+        ctx.is_first = is_first
+        return grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        x, weight, ends = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        total = ctx.accumulate_into
+        grad_x = grouped_mm(grad_out, weight, offs=ends)
+        if total is None:
+            return grad_x, grouped_mm(grad_out.t(), x, offs=ends), None, None, None
+        add = not ctx.is_first()
+        torch.ops.megatron.add_grouped_product_(total, grad_out, x, ends, add)
+        return grad_x, None, None, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -47,8 +78,6 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.counts = counts
         ctx.accumulate_into = accumulate_into
         ctx.is_first = is_first
-        if _in_one_call(x, weight):
-            return _products(x, weight.transpose(1, 2), counts)
         out = x.new_empty(len(x), weight.shape[1])
         for rows, matrix, result in zip(x.split(counts), weight, out.split(counts), strict=True):
             if len(rows):
@@ -59,8 +88,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
         total = ctx.accumulate_into
-        together = _in_one_call(grad_out, weight)
-        grad_x = _products(grad_out, weight, ctx.counts) if together else torch.empty_like(x)
+        grad_x = torch.empty_like(x)
         grad_weight = torch.zeros_like(weight) if total is None else None
         if total is not None and ctx.is_first():
             total.zero_()
@@ -69,23 +97,42 @@ class _GroupedLinear(torch.autograd.Function):
         for number, (rows, grads) in enumerate(groups):
             if not len(rows):
                 continue
-            if not together:
-                x_grads[number].copy_(input_grad(grads, weight[number]))
+            x_grads[number].copy_(input_grad(grads, weight[number]))
             group_grad = linear_weight_grad(grads, rows, None if total is None else total[number])
             if grad_weight is not None and group_grad is not None:
                 grad_weight[number] = group_grad
         return grad_x, grad_weight, None, None, None
 
 
+Counts = Sequence[int] | Tensor  # of rows in each group, or where groups end (grouped_linear)
+
+
 class Copies(NamedTuple):
     """Copies of the rows of a tensor: copy c of row r has the number r per_row + c.
 
-    order [n]: the numbers of those that there are, each at most once. rows: of the tensor.
+    sources [n]: of each copy that there is, in their order, its row. places [rows, per_row]: where
+    each is, -1 where it is missing. complete: none is missing.
     """
 
-    order: Tensor
-    per_row: int
-    rows: int
+    sources: Tensor
+    places: Tensor
+    complete: bool
+
+    @classmethod
+    def of(cls, order: Tensor, per_row: int, rows: int, count: Tensor | None = None) -> Copies:
+        """Those with the numbers `order` [n], each at most once, of so many rows; with `count` (on
+        the device) only so many of them."""
+        places = torch.arange(len(order), device=order.device)
+        if count is not None:
+            places = places.where(places < count, -1)
+        all_places = torch.full((rows * per_row,), -1, device=order.device)
+        all_places[order] = places
+        complete = count is None and len(order) == len(all_places)
+        return cls(order // per_row, all_places.view(rows, per_row), complete)
+
+    def single(self, order: Tensor) -> Copies:
+        """The same copies of a tensor that has a row for each."""
+        return Copies(order, self.places.view(-1, 1), self.complete)
 
 
 class _CppGroupedLinear(torch.autograd.Function):
@@ -107,22 +154,23 @@ class _CppGroupedLinear(torch.autograd.Function):
         ctx.accumulate_into = accumulate_into
         ctx.is_first = is_first
         ctx.copies = of, to
-        out = experts.product(x, _sources(of), weight, counts, transposed=True)
-        return out if to is None else _add_copies(out, *to)
+        sources = None if of is None else of.sources
+        out = experts.product(x, sources, weight, counts, transposed=True)
+        return out if to is None else _add_copies(out, to)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out: Tensor):
         x, weight = ctx.saved_tensors
         of, to = ctx.copies
-        from_rows = _sources(to)
+        sources, from_rows = (None if copies is None else copies.sources for copies in (of, to))
         grad_x = experts.product(grad_out, from_rows, weight, ctx.counts, transposed=False)
         total = ctx.accumulate_into
         add = total is not None and not ctx.is_first()
         grad_weight = experts.weight_grad(
-            grad_out, from_rows, x, _sources(of), ctx.counts, total, add=add
+            grad_out, from_rows, x, sources, ctx.counts, total, add=add
         )
-        grad_x = grad_x if of is None else _add_copies(grad_x, *of)
+        grad_x = grad_x if of is None else _add_copies(grad_x, of)
         return grad_x, grad_weight, None, None, None, None, None
 
 
@@ -133,7 +181,7 @@ def _never() -> bool:
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    counts: Sequence[int],
+    counts: Counts,
     accumulate_into: Tensor | None = None,
     is_first: Callable[[], bool] = _never,
     *,
@@ -143,17 +191,18 @@ def grouped_linear(
     """x [n, in], weight [groups, out, in] -> [n, out]: the first counts[0] rows times weight[0]^T,
     and so on.
 
-    `counts` are numbers on the host whose sum is n. With `accumulate_into` [groups, out, in]
-    backward adds the weight gradient there, as in `linear`, or replaces what is there if
-    `is_first()`. `of`: the rows are these copies of
-    x [rows, in] (`dispatch`). `to`: the results of a row's copies are added up, [rows, out]
-    (`combine`).
+    `counts` are numbers on the host whose sum is n, or where `in_one_call` is true int32 numbers on
+    the device: where each group ends; results of rows behind the last one are undefined. With
+    `accumulate_into` [groups, out, in] backward adds the weight gradient there, as in `linear`, or
+    replaces what is there if `is_first()`. `of`: the rows are these copies of x [rows, in]
+    (`dispatch`). `to`: the results of a row's copies are added up, [rows, out] (`combine`).
     """
-    if experts.multiplies(x, weight, accumulate_into):
+    if not isinstance(counts, Tensor) and experts.multiplies(x, weight, accumulate_into):
         return _CppGroupedLinear.apply(x, weight, counts, accumulate_into, is_first, of, to)
-    rows = x if of is None else dispatch(x, of.order, of.per_row)
-    y = _GroupedLinear.apply(rows, weight, counts, accumulate_into, is_first)
-    return y if to is None else combine(y, *to)
+    rows = x if of is None else dispatch(x, of)
+    function = _InOneCall if isinstance(counts, Tensor) else _GroupedLinear
+    y = function.apply(rows, weight, counts, accumulate_into, is_first)
+    return y if to is None else combine(y, to)
 
 
 class _WeightedSwiGlu(torch.autograd.Function):
@@ -181,63 +230,47 @@ def weighted_swiglu(
 
     `fused` False: operation by operation on every device. `plain`: the SwiGLU without weights.
     """
-    if fused and weights.dtype == torch.float32 and experts.runs(gate_up):
-        return _WeightedSwiGlu.apply(gate_up, weights)
+    if fused and weights.dtype == torch.float32:
+        if experts.runs(gate_up):
+            return _WeightedSwiGlu.apply(gate_up, weights)
+        if ops := fused_ops(gate_up.device, gate_up.dtype):
+            return ops.SwiGlu.apply(gate_up, weights)
     rows = swiglu(gate_up, fused) if plain is None else plain(gate_up)
     return (rows * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
-def _sources(copies: Copies | None) -> Tensor | None:
-    """Of each copy the number of its row."""
-    return None if copies is None else copies.order // copies.per_row
+class _Move(torch.autograd.Function):
+    """Copies of rows or, `back`, the sums of these copies; each is the adjoint of the other."""
 
-
-class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.sizes = copies, len(x)
-        return x[order // copies]
+    def forward(ctx, x: Tensor, copies: Copies, back: bool) -> Tensor:
+        ctx.save_for_backward(copies.sources, copies.places)
+        ctx.way = copies.complete, back
+        return _add_copies(x, copies) if back else x[copies.sources]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _add_copies(grad, *ctx.saved_tensors, *ctx.sizes), None, None
+        sources, places = ctx.saved_tensors
+        complete, back = ctx.way
+        return _Move.apply(grad, Copies(sources, places, complete), not back), None, None
 
 
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.copies = copies
-        return _add_copies(x, order, copies, rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (order,) = ctx.saved_tensors
-        return grad[order // ctx.copies], None, None, None
-
-
-def _add_copies(x: Tensor, order: Tensor, copies: int, rows: int) -> Tensor:
+def _add_copies(x: Tensor, copies: Copies) -> Tensor:
     """The copies of each row, added up in their own order; missing ones are 0."""
-    total = rows * copies
-    cpp = experts.runs(x)
-    inverse = torch.full((total,), -1 if cpp else len(order), device=order.device)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    if cpp:
-        return experts.sum_rows(x, inverse.view(rows, copies))
-    if len(order) < total:
+    if experts.runs(x):
+        return experts.sum_rows(x, copies.places)
+    if x.shape[1] > 1 and fused_ops(x.device, x.dtype):
+        return torch.ops.megatron.sum_rows(x, copies.places)
+    if not copies.complete:  # -1 is the last
         x = torch.cat((x, x.new_zeros(1, x.shape[1])))
-    return x[inverse].view(rows, copies, x.shape[1]).sum(1)
+    return x[copies.places].sum(1)
 
 
-def dispatch(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Copies of the rows of x [n, h], in a given order: copy c of row r has the number r copies + c
-    and is there at most once. -> [len(order), h]. Adjoint: combine. Deterministic on every
-    device."""
-    return _Dispatch.apply(x, order, copies)
+def dispatch(x: Tensor, copies: Copies) -> Tensor:
+    """Copies of the rows of x [n, h] -> [number of copies, h]. Deterministic on every device."""
+    return _Move.apply(x, copies, False)
 
 
-def combine(x: Tensor, order: Tensor, copies: int, rows: int | None = None) -> Tensor:
-    """Sum of each row's copies: x [len(order), h] as `dispatch` made it -> [rows, h], by default of
-    all copies."""
-    return _Combine.apply(x, order, copies, len(order) // copies if rows is None else rows)
+def combine(x: Tensor, copies: Copies) -> Tensor:
+    """Sum of each row's copies: x [number of copies, h] as `dispatch` made it -> [rows, h]."""
+    return _Move.apply(x, copies, True)

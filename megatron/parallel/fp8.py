@@ -104,14 +104,14 @@ class LayerScaling:
         """The layer of experts itself, as `kernels.fp8.grouped_linear_fp8`, of copies as
         `grouped_linear`; weight gradients are always added."""
         y = grouped_linear_fp8(
-            x if of is None else dispatch(x, of.order, of.per_row),
+            x if of is None else dispatch(x, of),
             weight,
             counts,
             scaling=self,
             weight_cast=self._cast(weight),
             accumulate_into=accumulate_into,
         )
-        return y if to is None else combine(y, *to)
+        return y if to is None else combine(y, to)
 
     def _cast(self, weight: torch.Tensor) -> Cast:
         if self.weight_cast is not None:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron.kernels.cuda import torch_flash  # noqa: F401 (defines the operation)
+from megatron.kernels.cuda import fused_ops, torch_flash  # noqa: F401 (define the operations)
 from megatron.parallel.simulated_group import Message, message_of, on_wait, started
 from megatron.timers import Timers
 
@@ -33,8 +33,7 @@ MAY_READ = {
 }
 # These read how many copies of tokens go to each expert, or to each rank; the trace gives all as
 # many. Counts are of all the copies that the layer sorted last.
-ROUTES = {("moe/module.py", "by_all_gather"), ("moe/module.py", "by_all_to_all")}
-SORTS = ("moe/module.py", "sort")
+ROUTES = {("moe/module.py", name) for name in ("by_all_gather", "by_all_to_all", "compute")}
 # ... and this one where documents begin; the trace has one.
 DOCUMENTS = ("cu_seqlens.py", "cumulative_lengths")
 # ... and that may make large float64 tensors: angles of positions, sums of squares.
@@ -74,6 +73,11 @@ NO_LAUNCH = {
     "device",
     "record_stream",
 }
+# The rows of all groups, however many each has.
+flop_registry[torch.ops.aten._grouped_mm] = lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]
+flop_registry[torch.ops.megatron.add_grouped_product_] = lambda total, a, b, *_, **__: (
+    2 * a.numel() * b.shape[1]
+)
 # Of the same arguments.
 flop_registry[torch.ops.megatron.flash_attention] = flop_registry[
     torch.ops.aten._flash_attention_forward
@@ -193,7 +197,6 @@ class StepRecorder(TorchDispatchMode, Timers):
         self.messages: list[Message] = []
         self.reductions: list[tuple[Message, SourceLine]] = []
         self.activations = 0
-        self.copies_to_device = 0
         self.timeline = Timeline()
         self._spans: list[str] = ["build"]
         self._storages: dict[int, _Storage] = {}
@@ -282,7 +285,9 @@ class StepRecorder(TorchDispatchMode, Timers):
             if self._started and not func.is_view and name not in NO_LAUNCH:
                 self._check_arrived(name, inputs)
             if _reads(name, inputs, kwargs):
-                return self._read(name, inputs, args)
+                return self._read(name, inputs)
+            if name == "sort":
+                self._copies = inputs[0].numel()
         out = func(*args, **kwargs)
         self._count(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
@@ -302,10 +307,7 @@ class StepRecorder(TorchDispatchMode, Timers):
     def _check_devices(self, name: str, inputs: list[torch.Tensor]) -> None:
         """A number (0 dimensions) may come from the host, anything else only by a copy."""
         kinds = {tensor.device.type for tensor in inputs}
-        if "meta" not in kinds or kinds == {"meta"}:
-            return
-        if name in COPIES:
-            self.copies_to_device += 1
+        if "meta" not in kinds or kinds == {"meta"} or name in COPIES:
             return
         strange = [tensor for tensor in inputs if tensor.device.type != "meta" and tensor.dim() > 0]
         if strange:
@@ -347,19 +349,16 @@ class StepRecorder(TorchDispatchMode, Timers):
                 "step: call wait() of its handle [trace-missing-wait]"
             )
 
-    def _read(self, name: str, inputs: list[torch.Tensor], args: Sequence[Any]) -> Any:
+    def _read(self, name: str, inputs: list[torch.Tensor]) -> Any:
         """Zeros in place of the values that a listed function waits for."""
         line = _calling_line()
         where = (_file_name(line.file), line.function)
-        if where == SORTS and name == "bincount":
-            self._copies = self._within_capacity(inputs[0].numel(), args[2])
-            return torch.empty(args[2], dtype=torch.int64, device="meta")
         if where == DOCUMENTS:
             self.operations["host sync"] += 1
             return torch.empty((1, inputs[0].dim()), dtype=torch.int64, device="meta")
         if where in ROUTES:
             self.operations["host sync"] += 1
-            return _shares(self._copies, inputs[0])
+            return self._shares(inputs[0])
         if where not in MAY_READ:
             raise TraceError(
                 f"{line}: {name} makes the host wait for the device in the training step; "
@@ -370,11 +369,16 @@ class StepRecorder(TorchDispatchMode, Timers):
             return 0.0 if inputs[0].is_floating_point() else 0
         return torch.zeros(inputs[0].shape, dtype=inputs[0].dtype)
 
-    def _within_capacity(self, copies: int, experts: int) -> int:
-        """How many of `copies`, shared out evenly, the experts compute."""
-        if self.expert_capacity is None:
-            return copies
-        return min(copies, experts * math.ceil(copies / experts * self.expert_capacity))
+    def _shares(self, counts: torch.Tensor) -> torch.Tensor:
+        """`counts` [..., experts] that are as equal as the copies sorted last allow, also those of
+        consecutive experts, within the capacity."""
+        experts = counts.shape[-1]
+        copies = self._copies
+        if self.expert_capacity is not None:
+            most = experts * math.ceil(copies / experts * self.expert_capacity)
+            copies = min(copies, most)
+        shares = (torch.arange(experts + 1) * copies // experts).diff()
+        return shares.expand(counts.shape)
 
     def _note_storage(self, name: str, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -434,14 +438,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
     element_bytes = tensor.element_size()
     end = (last + 1) * element_bytes if tensor.numel() else first * element_bytes
     return tensor.untyped_storage()._cdata, (first * element_bytes, end)
-
-
-def _shares(copies: int, counts: torch.Tensor) -> torch.Tensor:
-    """Numbers of the shape of `counts` that are as equal as `copies`, their sum, allows."""
-    each, more = divmod(copies, counts.numel())
-    shares = torch.full((counts.numel(),), each, dtype=counts.dtype)
-    shares[:more] += 1
-    return shares.view(counts.shape)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
-"""SwiGLU, rotary positions, dropout, the backward of norms and sums of columns as one kernel each
-on CUDA, by Triton, which comes with torch's CUDA builds for Linux.
+"""SwiGLU, rotary positions, dropout, the backward of norms, sums of columns, sums of copies and the
+weight gradients of experts as one kernel each on CUDA, by Triton, which comes with torch's CUDA
+builds for Linux.
 
 They are operations of torch (`megatron::...`): a trace on the meta device counts each as the one
 launch that it is.
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")  # others may define operations there too
-LIBRARY.define("swiglu(Tensor gate_up) -> Tensor")
-LIBRARY.define("swiglu_backward(Tensor gate_up, Tensor grad) -> Tensor")
+LIBRARY.define("swiglu(Tensor gate_up, Tensor? weights=None) -> Tensor")
+LIBRARY.define(
+    "swiglu_backward(Tensor gate_up, Tensor grad, Tensor? weights=None) -> (Tensor, Tensor)"
+)
 LIBRARY.define(
     "rotate(Tensor x, Tensor cos, Tensor sin, int sign, bool interleaved, bool batch_first) "
     "-> Tensor"
@@ -26,9 +29,20 @@ LIBRARY.define(
     "-> (Tensor, Tensor)"
 )
 LIBRARY.define("column_sums(Tensor x) -> Tensor")
+LIBRARY.define("sum_rows(Tensor x, Tensor places) -> Tensor")
+LIBRARY.define(
+    "add_grouped_product_(Tensor(a!) total, Tensor rows_out, Tensor rows_in, Tensor ends, "
+    "bool add) -> ()"
+)
 LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-LIBRARY.impl("swiglu", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
-LIBRARY.impl("swiglu_backward", lambda x, grad: x.new_empty(x.shape), "Meta")
+LIBRARY.impl("swiglu", lambda x, *_: x.new_empty(*x.shape[:-2], x.shape[-1]), "Meta")
+LIBRARY.impl(
+    "swiglu_backward",
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape[:-2], dtype=torch.float32)),
+    "Meta",
+)
+LIBRARY.impl("sum_rows", lambda x, places: x.new_empty(len(places), x.shape[1]), "Meta")
+LIBRARY.impl("add_grouped_product_", lambda *_: None, "Meta")
 LIBRARY.impl("rotate", lambda x, *more: empty_heads(x, more[-1]), "Meta")
 LIBRARY.impl("move", lambda x, batch_first: empty_heads(x, batch_first), "Meta")
 LIBRARY.impl(
@@ -105,16 +119,18 @@ def empty_heads(x: Tensor, batch_first: bool) -> Tensor:
 
 
 class SwiGlu(torch.autograd.Function):
-    """Keeps its input alone."""
+    """Keeps its inputs alone. gate_up [..., 2, ffn], `weights` [...] of the results or None."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return torch.ops.megatron.swiglu(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        return torch.ops.megatron.swiglu(gate_up, weights)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.ops.megatron.swiglu_backward(*ctx.saved_tensors, grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        gate_up, weights = ctx.saved_tensors
+        grads = torch.ops.megatron.swiglu_backward(gate_up, grad, weights)
+        return grads[0], None if weights is None else grads[1]
 
 
 class Rotary(torch.autograd.Function):

@@ -23,30 +23,92 @@ from megatron.kernels.cuda.loss_ops import LIBRARY
 BLOCK = 1024
 COLUMNS = 4096  # of a row of logits that a block takes at a time
 COLUMNS_OF_SUMS = 256
+TILE = 128, 256, 64  # outputs, inputs and rows of a group's weight gradient
 INTERPRETED = triton.knobs.runtime.interpret
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, total, width, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < total
-    gate_offset = offset // width * 2 * width + offset % width
-    gate = tl.load(gate_up + gate_offset, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + gate_offset + width, mask=inside).to(tl.float32)
-    tl.store(out + offset, gate * tl.sigmoid(gate) * up, mask=inside)
+def _swiglu_kernel(gate_up, weights, out, width, BLOCK: tl.constexpr):
+    """A block of a row; 64-bit integers have no division, so no program has several rows."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    if weights is not None:
+        value *= tl.load(weights + row)
+    tl.store(out + row * width + column, value, mask=inside)
 
 
 @triton.jit
-def _swiglu_backward_kernel(gate_up, grad, out, total, width, BLOCK: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < total
-    gate_offset = offset // width * 2 * width + offset % width
-    gate = tl.load(gate_up + gate_offset, mask=inside).to(tl.float32)
-    up = tl.load(gate_up + gate_offset + width, mask=inside).to(tl.float32)
-    slope = tl.load(grad + offset, mask=inside).to(tl.float32)
-    s = tl.sigmoid(gate)
-    tl.store(out + gate_offset, slope * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
-    tl.store(out + gate_offset + width, slope * gate * s, mask=inside)
+def _swiglu_backward_kernel(gate_up, weights, grad, out, of_weights, width, BLOCK: tl.constexpr):
+    """A row, and the gradient of its weight."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        offset = row * 2 * width + column
+        gate = tl.load(gate_up + offset, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + offset + width, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        total += slope * gate * s * up
+        if weights is not None:
+            slope *= tl.load(weights + row)
+        tl.store(out + offset, slope * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
+        tl.store(out + offset + width, slope * gate * s, mask=inside)
+    tl.store(of_weights + row, tl.sum(total, 0))
+
+
+@triton.jit
+def _sum_rows_kernel(x, places, out, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(COPIES):
+        place = tl.load(places + row * COPIES + i)
+        inside = (column < width) & (place >= 0)
+        total += tl.load(x + place * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, total, mask=column < width)
+
+
+@triton.jit
+def _add_grouped_product_kernel(
+    total,
+    rows_out,
+    rows_in,
+    ends,
+    outputs,
+    inputs,
+    ADD: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """A tile [M, N] of a group's matrix [outputs, inputs], K of the group's rows at a time."""
+    group = tl.program_id(1)
+    tiles = tl.cdiv(inputs, N)
+    m = tl.program_id(0) // tiles * M + tl.arange(0, M)
+    n = tl.program_id(0) % tiles * N + tl.arange(0, N)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    end = tl.load(ends + group)
+    product = tl.zeros([M, N], tl.float32)
+    for first in range(start, end, K):
+        row = (first + tl.arange(0, K)[:, None]).to(tl.int64)
+        a = tl.load(
+            rows_out + row * outputs + m[None, :], mask=(row < end) & (m < outputs), other=0.0
+        )
+        b = tl.load(rows_in + row * inputs + n[None, :], mask=(row < end) & (n < inputs), other=0.0)
+        product = tl.dot(tl.trans(a), b, product)
+    matrix = total + group.to(tl.int64) * outputs * inputs
+    tile = matrix + m[:, None].to(tl.int64) * inputs + n[None, :]
+    inside = (m[:, None] < outputs) & (n[None, :] < inputs)
+    if ADD:
+        inside &= start < end
+        product += tl.load(tile, mask=inside, other=0.0).to(tl.float32)
+    tl.store(tile, product, mask=inside)
 
 
 @triton.jit
@@ -296,21 +358,54 @@ def _grid(total: int) -> tuple[int]:
     return (triton.cdiv(total, BLOCK),)
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
     gate_up = gate_up.contiguous()
-    out = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
-    _swiglu_kernel[_grid(out.numel())](gate_up, out, out.numel(), out.shape[-1], BLOCK=BLOCK)
+    width = gate_up.shape[-1]
+    out = gate_up.new_empty(*gate_up.shape[:-2], width)
+    grid = out.numel() // width, triton.cdiv(width, BLOCK)
+    _swiglu_kernel[grid](gate_up, weights, out, width, BLOCK=BLOCK)
     return out
 
 
-def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
+def _swiglu_backward(
+    gate_up: Tensor, grad: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     gate_up = gate_up.contiguous()
-    grad = grad.contiguous()
     out = torch.empty_like(gate_up)
-    _swiglu_backward_kernel[_grid(grad.numel())](
-        gate_up, grad, out, grad.numel(), grad.shape[-1], BLOCK=BLOCK
+    of_weights = out.new_empty(out.shape[:-2], dtype=torch.float32)
+    _swiglu_backward_kernel[of_weights.numel(),](
+        gate_up, weights, grad.contiguous(), out, of_weights, out.shape[-1], BLOCK=BLOCK
     )
+    return out, of_weights
+
+
+def _sum_rows(x: Tensor, places: Tensor) -> Tensor:
+    rows, copies = places.shape
+    out = x.new_empty(rows, x.shape[1])
+    grid = rows, triton.cdiv(x.shape[1], BLOCK)
+    _sum_rows_kernel[grid](x.contiguous(), places, out, x.shape[1], COPIES=copies, BLOCK=BLOCK)
     return out
+
+
+def _add_grouped_product(
+    total: Tensor, rows_out: Tensor, rows_in: Tensor, ends: Tensor, add: bool
+) -> None:
+    groups, outputs, inputs = total.shape
+    m, n, k = TILE
+    grid = triton.cdiv(outputs, m) * triton.cdiv(inputs, n), groups
+    _add_grouped_product_kernel[grid](
+        total,
+        rows_out,
+        rows_in,
+        ends,
+        outputs,
+        inputs,
+        ADD=add,
+        M=m,
+        N=n,
+        K=k,
+        num_warps=8,
+    )
 
 
 def _rotate(
@@ -463,6 +558,8 @@ def _loss_grad(  # noqa: PLR0913
 RUNS: dict[str, Callable[..., Any]] = {
     "swiglu": _swiglu,
     "swiglu_backward": _swiglu_backward,
+    "sum_rows": _sum_rows,
+    "add_grouped_product_": _add_grouped_product,
     "rotate": _rotate,
     "move": _move,
     "drop": _drop,

@@ -126,8 +126,10 @@ def test_a_model_of_transformer_engine(flags, fp8):
         assert apart < (0.3 if fp8 else 0.1), (name, apart)
 
 
-def test_experts_in_one_call(monkeypatch):
-    """torch's grouped GEMM against a loop over the experts, one of them without tokens."""
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_experts_in_one_call(accumulate):
+    """Grouped GEMMs, with sizes on the device, against a loop over the experts, one of them without
+    tokens; sums of weight gradients are fp32."""
     generator = torch.Generator("cuda").manual_seed(1)
     counts = [5, 0, 19, 40]
 
@@ -138,9 +140,14 @@ def test_experts_in_one_call(monkeypatch):
     x.requires_grad_()
     weight.requires_grad_()
     calls = []
-    for one in (True, False):
-        monkeypatch.setattr(grouped_linear, "_in_one_call", lambda x, weight, one=one: one)
-        y = grouped_linear.grouped_linear(x, weight, counts)
-        calls.append((y, *torch.autograd.grad(y, (x, weight), grad)))
+    ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+    for groups in (ends, counts):
+        total = torch.full((4, 48, 64), 2.0**-12, device="cuda") if accumulate else None
+        weight.grad = x.grad = None
+        y = grouped_linear.grouped_linear(x, weight, groups, total)
+        y.backward(grad)
+        calls.append((y, x.grad, weight.grad if total is None else total))
+    if accumulate:
+        torch.testing.assert_close(calls[0][2], calls[1][2], rtol=1e-5, atol=1e-5)
     for got, wanted in zip(*calls, strict=True):
         torch.testing.assert_close(got.float(), wanted.float(), rtol=0.02, atol=0.1)

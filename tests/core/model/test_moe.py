@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
 
 from megatron.config.moe import parse_layer_pattern
 from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.kernels import grouped_linear as kernels
 from megatron.kernels.dropout import jitter
-from megatron.kernels.grouped_linear import combine, dispatch, grouped_linear
+from megatron.kernels.grouped_linear import Copies, combine, dispatch, grouped_linear
 from megatron.model.blocks.module import LayerInputs, Recompute
 from megatron.model.blocks.moe.module import RouterStep, random_logits
 from megatron.parallel.random import DropoutSeeds
@@ -167,31 +168,80 @@ def test_the_first_gradient_replaces_what_is_there(dtype):
     torch.testing.assert_close(total, 2 * once)
 
 
+def grouped_gemm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """torch's, which a CPU has too; rows behind the last group are undefined."""
+    out = grouped_mm(a, b, offs=offs)
+    return (
+        out if b.dim() == 2 else out.index_fill_(0, torch.arange(int(offs[-1]), len(a)), torch.nan)
+    )
+
+
+def add_grouped_product(
+    total: torch.Tensor,
+    rows_out: torch.Tensor,
+    rows_in: torch.Tensor,
+    ends: torch.Tensor,
+    add: bool,
+) -> None:
+    product = grouped_mm(rows_out.t(), rows_in, offs=ends)
+    total.copy_(total + product if add else product)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """The operations of a GPU that get the sizes of groups there, on a CPU."""
+    monkeypatch.setattr(kernels, "grouped_mm", grouped_gemm)
+    monkeypatch.setattr(torch.ops.megatron, "add_grouped_product_", add_grouped_product)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("counts", [[3, 0, 4], [0, 0, 7]])
-def test_the_products_of_groups_in_one_call(counts, monkeypatch):
-    """torch's grouped GEMM, which a CPU has too, is the loop."""
+def test_the_products_of_groups_in_one_call(counts, accumulate, on_device):
+    """As the loop, where sizes are a tensor; rows behind the last group change nothing."""
     made = []
-    for one in (False, True):
-        monkeypatch.setattr(kernels.experts, "multiplies", lambda *tensors: False)
-        monkeypatch.setattr(kernels, "_in_one_call", lambda x, weight, one=one: one)
+    for groups in (counts, torch.tensor(counts).cumsum(0, dtype=torch.int32)):
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(7, 16, generator=generator).requires_grad_()
+        x = torch.randn(9, 16, generator=generator)[: 9 if torch.is_tensor(groups) else 7]
         weight = torch.randn(3, 24, 16, generator=generator).requires_grad_()
-        y = grouped_linear(x, weight, counts)
-        y.backward(torch.randn(7, 24, generator=generator))
-        made.append((y.detach(), x.grad, weight.grad))
+        grad = torch.randn(9, 24, generator=generator)[: len(x)]
+        total = torch.full_like(weight, torch.nan) if accumulate else None
+        firsts = iter([True, False])
+        y = grouped_linear(x.requires_grad_(), weight, groups, total, firsts.__next__)
+        y.backward(grad, retain_graph=accumulate)
+        if accumulate:
+            y.backward(grad)
+        made.append((y.detach()[:7], x.grad[:7], weight.grad if total is None else total))
+    torch.testing.assert_close(*made)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5, 1.0])
+def test_a_layer_whose_host_knows_no_counts(capacity, on_device):
+    """Results and all gradients are those of the layer that reads them."""
+    flags = FLAGS | {"moe_expert_capacity_factor": capacity, "moe_ffn_hidden_size": 32}
+    made = []
+    for in_one_call in (False, True):
+        layer = tiny_model(torch.float32, scramble=True, **flags).decoder.layers["1"].mlp
+        for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+            linear.in_one_call = in_one_call
+            linear.weight.main_grad = torch.ones_like(linear.weight)
+        x = torch.randn(7, 2, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        y = layer(x, LayerInputs(router_step=RouterStep(None, 1.0)), {})
+        y.square().sum().backward()
+        grads = [getattr(p, "main_grad", p.grad) for p in layer.parameters()]
+        made.append([y.detach(), x.grad, *grads])
     torch.testing.assert_close(*made)
 
 
 def test_copies_are_sent_and_gathered_by_adjoint_operations():
     order = torch.randperm(12)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    rows = dispatch(x, order, 3)
+    copies = Copies.of(order, 3, 4)
+    rows = dispatch(x, copies)
     assert torch.equal(rows, x.repeat_interleave(3, 0)[order])
-    torch.testing.assert_close(combine(rows, order, 3), 3 * x)
+    torch.testing.assert_close(combine(rows, copies), 3 * x)
     y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: dispatch(t, order, 3), x)
-    assert torch.autograd.gradcheck(lambda t: combine(t, order, 3), y)
+    assert torch.autograd.gradcheck(lambda t: dispatch(t, copies), x)
+    assert torch.autograd.gradcheck(lambda t: combine(t, copies), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

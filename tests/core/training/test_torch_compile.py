@@ -43,6 +43,11 @@ PRECISIONS = {
     "bf16": ("--bf16", 5e-2),
 }
 OFTEN = (GATED[0], "bf16")  # in CI
+EXPERTS = (
+    *LLAMA,
+    *"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64".split(),
+    *"--moe-shared-expert-intermediate-size 64 --moe-aux-loss-coeff 0.01".split(),
+)
 
 
 def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> torch.Tensor:
@@ -57,7 +62,7 @@ def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> t
     random = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 211, (2, 33), generator=random) for _ in range(2)]
     run.buffers.zero(2)
-    sums = StepSums(run.runtime.device)
+    sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
     forward_backward(run, plot().forward_step, map(MicroBatch, rows), sums, 1, 0)
     return run.buffers.flat
 
@@ -110,6 +115,14 @@ def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     # layers without positions are another graph than those with
     assert counters["stats"]["unique_graphs"] == 1 + ("--no-rope-freq" in kind)
     assert not counters["graph_break"]
+
+
+def test_experts_stay_out_of_the_graphs():
+    """What precedes the router, the shared expert and what follows are three graphs, the same of
+    all layers; the gradients are those of eager layers."""
+    gradients(*EXPERTS, *LAYERS, "--bf16", device="meta", backend="aot_eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert_as_eager(EXPERTS, "fp64", "aot_eager")
 
 
 def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None:
@@ -219,6 +232,7 @@ OVERLAP = [
         pytest.param([], 6, 11, marks=pytest.mark.campaign),
         pytest.param(["--recompute-granularity", "selective"], 6, 11, marks=pytest.mark.sweep),
         pytest.param([*NO_DROPOUT, *LLAMA], 1, 1, marks=pytest.mark.campaign),
+        pytest.param([*NO_DROPOUT, *EXPERTS], 3, 7, marks=pytest.mark.campaign),
         pytest.param([*NO_DROPOUT, "--reset-attention-mask"], 6, 11, marks=pytest.mark.sweep),
     ],
 )

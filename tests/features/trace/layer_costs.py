@@ -37,6 +37,8 @@ PATHS = {
     "GPT, document masks, no dropout": f"{NO_DROPOUT} --reset-attention-mask",
     "GPT, own FP8, no dropout": f"{NO_DROPOUT} --fp8-format hybrid --fp8-recipe tensorwise",
 }
+EXPERTS = "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 1024"
+PATHS["Experts (OLMoE), no dropout"] = f"{NO_DROPOUT} {LLAMA} {EXPERTS}"
 PHASES = ("forward-compute", "backward-compute")
 
 

@@ -63,7 +63,7 @@ CELLS = (
     Cell("3B FP8", "ours-compiled", "3b", f"{FP8} tensorwise", at_most=1139.0),
     Cell("1B Muon", "ours", "1b", "--optimizer muon --muon-momentum 0.95", 1248.9, 456.0),
     Cell("124M, 2k tokens", "ours", "124m-2k", h200=678.5),
-    Cell("experts", "ours", "olmoe", EXPERTS, 483.3),
+    Cell("experts", "ours", "olmoe", EXPERTS, 483.3, 367.0),
     Cell(
         "1B documents",
         "ours",

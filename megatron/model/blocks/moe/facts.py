@@ -102,8 +102,12 @@ class MixtureOfExperts(Block):
         return Flops(matrix_flops(m, width) + router)
 
     def _copies(self, sizes: Sizes) -> int:
-        """Tokens times their experts; with a capacity at most its share."""
-        share = min(1.0, self.model.moe_expert_capacity_factor or 1.0)
+        """Tokens times their experts; with a capacity at most its share, where the host knows it:
+        not in bf16 on a GPU that has all experts."""
+        config = sizes.config
+        reads = sizes.on_cpu or config.parallel.expert_model_parallel_size > 1
+        reads = reads or config.precision.params_dtype != "bfloat16"
+        share = min(1.0, reads and self.model.moe_expert_capacity_factor or 1.0)
         # of all experts, as many tokens go to each rank
         return int(sizes.expert_tokens * self.model.moe_router_topk * share)
 
@@ -113,8 +117,12 @@ class MixtureOfExperts(Block):
         width = m.expert_ffn // sizes.etp
         if "moe_act" in sizes.config.training.recomputed_modules:
             return sizes.itemsize * width * (2 if m.gated else 1)
-        fused = m.activation == "swiglu" and sizes.native and fuses_swiglu(sizes)
-        return activation_bytes(sizes, width) + sizes.itemsize * width * (not fused)
+        return activation_bytes(sizes, width) + sizes.itemsize * width * (not self._fuses(sizes))
+
+    def _fuses(self, sizes: Sizes) -> bool:
+        """Are SwiGLU and the probabilities one kernel?"""
+        by_kernel = sizes.native or not sizes.on_cpu
+        return self.model.activation == "swiglu" and by_kernel and fuses_swiglu(sizes)
 
     def saved(self, sizes: Sizes) -> int:
         """Of experts: the copies of tokens that they compute (not where the C++ multiplies, in fp32
@@ -136,9 +144,8 @@ class MixtureOfExperts(Block):
         inner = width * (2 if m.gated else 1)
         matrix = sizes.linear_backward(inner, sizes.hidden) - sizes.linear_backward(0, sizes.hidden)
         gradients = copies * sizes.itemsize * (sizes.hidden + inner)
-        return max(
-            copies * width * 3 * sizes.wide, matrix + gradients - copies * self._activation(sizes)
-        )
+        wide = sizes.itemsize if self._fuses(sizes) else sizes.wide
+        return max(copies * width * 3 * wide, matrix + gradients - copies * self._activation(sizes))
 
     def traffic(self, sizes: Sizes) -> Traffic:
         """Tokens, probabilities and numbers of experts go to the ranks that share the experts,

@@ -11,7 +11,14 @@ from torch import nn
 from megatron.config.model_flags import ModelFlags
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
 from megatron.kernels.dropout import jitter, seeded
-from megatron.kernels.grouped_linear import Copies, combine, dispatch, weighted_swiglu
+from megatron.kernels.grouped_linear import (
+    Copies,
+    Counts,
+    combine,
+    dispatch,
+    in_one_call,
+    weighted_swiglu,
+)
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear_implementations import Gemms
 from megatron.model.blocks.mlp.module import MLP, activation
@@ -336,6 +343,7 @@ class GroupedLinear(LinearLayer):
         super().__init__(weight, scaling, kernels)
         # of most models with experts nearly all memory: zeros are not worth a pass over it
         self.weight.overwrites = self.accumulate and self.scaling is None
+        self.in_one_call = self.scaling is None and in_one_call(weight)
 
     def is_first(self) -> bool:
         """To be asked for each gradient: does it replace what is in `main_grad`?"""
@@ -347,13 +355,13 @@ class GroupedLinear(LinearLayer):
         self,
         gemms: Gemms,
         x: torch.Tensor,
-        counts: list[int],
+        counts: Counts,
         of: Copies | None = None,
         to: Copies | None = None,
     ) -> torch.Tensor:
-        """x [n, in], sorted by expert, of which each has so many rows -> [n, out] or [n, 2 out].
-        `of`: x has the tokens whose copies the rows are; `to`: the results of a token are added
-        up."""
+        """x [n, in], sorted by expert, of which each has so many rows (as `grouped_linear`'s) ->
+        [n, out] or [n, 2 out]. `of`: x has the tokens whose copies the rows are; `to`: the results
+        of a token are added up."""
         weight = self.weight.flatten(1, -2)
         main_grad = getattr(self.weight, "main_grad", None) if self.accumulate else None
         if main_grad is not None:
@@ -383,12 +391,21 @@ class Experts(nn.Module):
             self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling, kernels))
         self.activation = activation(config, kernels, self.linear_fc1.weight)
 
+    @property
+    def in_one_call(self) -> bool:
+        """Are all experts one GEMM, which reads on the device how many rows each has?"""
+        return self.linear_fc1.in_one_call and self.linear_fc2.in_one_call
+
     def forward(
-        self, x: torch.Tensor, probs: torch.Tensor, copies: Copies, counts: list[int]
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        copies: Copies,
+        counts: Counts,
     ) -> torch.Tensor:
-        """Tokens x [n, h], their copies, sorted by expert, of which each has so many, with
-        probabilities -> this rank's part of the sums of the results of each token's copies,
-        [n, h]."""
+        """Tokens x [n, h], their copies, sorted by expert, of which each has so many (as
+        `grouped_linear`'s), with probabilities -> this rank's part of the sums of the results of
+        each token's copies, [n, h]."""
         x = self.linear_fc1(x, counts, copies)
 
         def fc2(x: torch.Tensor) -> torch.Tensor:
@@ -467,12 +484,20 @@ class MoELayer(BlockModule):
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the same shape."""
-        y = self.route(x.flatten(0, 1), *self.router(x, inputs.router_step)).view(x.shape)
+        y = self.selected(x, inputs.router_step)
         if self.shared_experts is None:
             return y
         compute = self.shared_experts.compute
         again = self.recompute_shared and torch.is_grad_enabled()
         return y + (recomputed(compute, x) if again else compute(x))
+
+    def selected(self, x: torch.Tensor, step: RouterStep | None) -> torch.Tensor:
+        """What the experts of each token add to it: x [s, b, h] -> the same shape."""
+        return self.route(x.flatten(0, 1), *self.router(x, step)).view(x.shape)
+
+    def outside_graph(self) -> list[tuple[nn.Module, str]]:
+        """How many rows an expert has changes every step."""
+        return [(self, "selected")]
 
     def route(self, x: torch.Tensor, probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Tokens [n, h], with probabilities and numbers [n, topk] of their experts -> [n, h]."""
@@ -492,11 +517,15 @@ class MoELayer(BlockModule):
         ep = self.ctx.ep
         x = gather_sequence(x, ep)
         probs = gather_sequence(probs, ep)
-        order, of_experts = self.sort(all_gather(experts, ep))
-        counts = of_experts.view(ep.size, -1).tolist()
-        first = sum(map(sum, counts[: ep.rank]))
-        order = order[first : first + sum(counts[ep.rank])]
-        y = self.compute(x, probs, order, self.topk, counts[ep.rank])
+        order, counts = self.sort(all_gather(experts, ep))
+        if ep.size == 1:
+            return self.compute(x, probs, order, self.topk, counts)
+        on_host = counts.tolist()
+        local = len(on_host) // ep.size
+        own = slice(ep.rank * local, (ep.rank + 1) * local)
+        first = sum(on_host[: own.start])
+        order = order[first : first + sum(on_host[own])]
+        y = self.compute(x, probs, order, self.topk, counts[own], on_host[own])
         return scatter_sequence(y, ep)
 
     def by_all_to_all(
@@ -505,35 +534,50 @@ class MoELayer(BlockModule):
         """A rank gets the copies for its own experts and sends the results back."""
         ep = self.ctx.ep
         order, counts = self.sort(experts)
-        by_rank = all_gather(counts.unsqueeze(0), ep).view(ep.size, ep.size, -1)
-        send = by_rank[ep.rank].sum(-1).tolist()
+        counts = all_gather(counts.unsqueeze(0), ep)
+        by_rank, on_host = (t.view(ep.size, ep.size, -1) for t in (counts, counts.cpu()))
         received = by_rank[:, ep.rank]  # [source, expert]
-        receive = received.sum(-1).tolist()
+        send = on_host[ep.rank].sum(-1).tolist()
+        receive = on_host[:, ep.rank].sum(-1).tolist()
         order = order[: sum(send)]
-        rows = all_to_all(dispatch(x, order, self.topk), ep, send, receive)
-        weights = all_to_all(dispatch(probs.view(-1, 1), order, 1), ep, send, receive)
+        copies = Copies.of(order, self.topk, len(x))
+        rows = all_to_all(dispatch(x, copies), ep, send, receive)
+        weights = dispatch(probs.view(-1, 1), copies.single(order))
+        weights = all_to_all(weights, ep, send, receive)
         local = torch.arange(received.shape[1], device=x.device).repeat(ep.size)
         inner = local.repeat_interleave(received.flatten(), output_size=sum(receive))
         inner = inner.argsort(stable=True)
-        y = self.compute(rows, weights, inner, 1, received.sum(0).tolist())
-        return combine(all_to_all(y, ep, receive, send), order, self.topk, len(x))
+        of_experts = on_host[:, ep.rank].sum(0).tolist()
+        y = self.compute(rows, weights, inner, 1, received.sum(0), of_experts)
+        return combine(all_to_all(y, ep, receive, send), copies)
 
     def sort(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(numbers of the copies [n topk] by expert, last those that are dropped; number of copies
-        of each expert)."""
-        flat = experts.flatten()
-        counts = flat.bincount(minlength=self.num_experts)[: self.num_experts]
-        return flat.argsort(stable=True), counts
+        of each expert). Nothing is read from the device."""
+        experts, order = experts.flatten().sort(stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=experts.device)
+        return order, torch.searchsorted(experts, bounds).diff()
 
     def compute(
         self,
         x: torch.Tensor,
         probs: torch.Tensor,
         order: torch.Tensor,
-        copies: int,
-        counts: list[int],
+        per_token: int,
+        counts: torch.Tensor,
+        on_host: list[int] | None = None,
     ) -> torch.Tensor:
         """Sum of the results of the copies `order`, sorted by expert, of tokens x [n, h] with
-        probabilities [n, copies] -> [n, h]."""
-        weights = dispatch(probs.reshape(-1, 1), order, 1).squeeze(1)
-        return self.experts(x, weights, Copies(order, copies, len(x)), counts)
+        probabilities [n, per_token] -> [n, h]. `counts`: how many each expert has, `on_host` where
+        the host knows them; what is behind them in `order` is dropped."""
+        groups: Counts
+        kept = None
+        if self.experts.in_one_call and len(order):
+            groups = counts.cumsum(0, dtype=torch.int32)
+            kept = groups[-1] if self.router.capacity_factor else None
+        else:
+            groups = counts.tolist() if on_host is None else on_host
+            order = order[: sum(groups)]
+        copies = Copies.of(order, per_token, len(x), kept)
+        weights = dispatch(probs.reshape(-1, 1), copies.single(order)).squeeze(1)
+        return self.experts(x, weights, copies, groups)

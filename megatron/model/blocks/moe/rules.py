@@ -24,7 +24,6 @@ def rule(f: Rules) -> Iterator[str]:
             "--disable-bias-linear, without --add-mlp-bias [experts-have-no-biases]"
         )
     for name, off, remedy in (
-        ("torch_compile", False, "omit it: the number of tokens of an expert changes every step"),
         ("xielu", False, "use another activation function"),
         ("init_method_xavier_uniform", False, "use --init-method-std"),
         ("init_scheme", "megatron", "use --init-scheme megatron"),

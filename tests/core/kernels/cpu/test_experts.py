@@ -37,7 +37,7 @@ def results(
     n = sum(counts)
     rows = max(1, n // 2 + 1)
     order = torch.randperm(2 * rows)[:n]
-    copies = kernels.Copies(order, 2, rows) if copied else None
+    copies = kernels.Copies.of(order, 2, rows) if copied else None
     drawn = draw(rows if copied else n, inputs), draw(len(counts), outputs, inputs)
     x, weight = (t.detach().to(dtype).requires_grad_() for t in drawn)
     grad = torch.randn(rows if copied else n, outputs).to(dtype)

@@ -37,6 +37,45 @@ def swiglu(dtype: torch.dtype) -> None:
     formula = lambda t: functional.swiglu(t, fused=False)  # noqa: E731
     same(fused_ops.SwiGlu.apply, formula, x)
     same(fused_ops.SwiGlu.apply, formula, x.transpose(0, 1))
+    x = torch.randn(6, 2, 2500).to(dtype)  # several blocks
+    weights = torch.rand(6, requires_grad=True)
+    wide = weights.detach().double().requires_grad_()
+    same(
+        lambda t: fused_ops.SwiGlu.apply(t, weights),
+        lambda t: formula(t) * wide.unsqueeze(1),
+        x,
+    )
+    got = fused_ops.SwiGlu.apply(x, weights)
+    wanted = formula(x.double()) * wide.unsqueeze(1)
+    grad = torch.randn(6, 2500).to(dtype)
+    (of_weights,) = torch.autograd.grad(got, weights, grad)
+    (right,) = torch.autograd.grad(wanted, wide, grad.double())
+    assert of_weights.dtype == torch.float32
+    torch.testing.assert_close(of_weights.double(), right, rtol=1e-4, atol=1e-3)
+
+
+def sums_of_copies(dtype: torch.dtype) -> None:
+    places = torch.tensor([[0, 3], [-1, 2], [-1, -1], [4, 1]])
+    for width in (21, 1500):
+        x = torch.randn(5, width).to(dtype)
+        summed = torch.ops.megatron.sum_rows(x, places)
+        right = torch.stack([x.double()[row[row >= 0]].sum(0) for row in places])
+        torch.testing.assert_close(summed, right.to(dtype), rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+def grouped_products(dtype: torch.dtype) -> None:
+    """Tiles and steps that nothing fills, groups without rows, rows of no group."""
+    counts = [70, 0, 3]
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    for outputs, inputs in ((40, 24), (136, 264)):
+        rows_out, rows_in = (torch.randn(80, n).to(dtype) for n in (outputs, inputs))
+        rows_out[73:] = rows_in[73:] = torch.nan
+        groups = zip(rows_out[:73].split(counts), rows_in[:73].split(counts), strict=True)
+        right = torch.stack([a.double().t() @ b.double() for a, b in groups])
+        total = torch.full((3, outputs, inputs), torch.nan)
+        for add in (False, True):
+            torch.ops.megatron.add_grouped_product_(total, rows_out, rows_in, ends, add)
+            torch.testing.assert_close(total.double(), right * (1 + add), rtol=1e-5, atol=1e-4)
 
 
 def rotary(dtype: torch.dtype) -> None:
@@ -291,6 +330,9 @@ if __name__ == "__main__":
         module.one_pass = lambda *_: loss_ops
     for dtype in TOLERANCE:
         swiglu(dtype)
+        sums_of_copies(dtype)
+        if dtype != torch.bfloat16:  # whose bits the interpreter multiplies as integers
+            grouped_products(dtype)
         rotary(dtype)
         moves(dtype)
         dropout(dtype)

@@ -9,7 +9,9 @@ import pytest
 
 pytestmark = pytest.mark.peers
 ROW = {"columns": "*i64", "width": "i32", "valid": "i32"}
-SHAPE = {"total": "i32", "width": "i32"}
+SHAPE = {"width": "i32"}
+WEIGHTS = {"weights": "*fp32", "of_weights": "*fp32"}
+GROUPED = {"total": "*fp32", "ends": "*i32", "outputs": "i32", "inputs": "i32"}
 STEPS = dict.fromkeys(
     "lines batch step_s step_b step_n out_s out_b out_n table_s table_b".split(), "i32"
 )
@@ -21,8 +23,13 @@ NORM = dict.fromkeys(("means", "scales", "sums"), "*fp32") | dict.fromkeys(
 HEADS = {"HEADS": 16, "DIM": 128, "INTERLEAVED": False, "LINES": 16}
 # Arguments that are not tensors of the dtype; constants; the most instructions for bf16.
 KERNELS = {
-    "swiglu": (SHAPE, {"BLOCK": 1024}, 200),
-    "swiglu_backward": (SHAPE, {"BLOCK": 1024}, 280),
+    "swiglu": (SHAPE, {"weights": None, "BLOCK": 1024}, 200),
+    "swiglu, weighted": (SHAPE | WEIGHTS, {"BLOCK": 1024}, 200),
+    "swiglu_backward": (SHAPE | WEIGHTS, {"weights": None, "BLOCK": 1024}, 280),
+    "swiglu_backward, weighted": (SHAPE | WEIGHTS, {"BLOCK": 1024}, 300),
+    "sum_rows": ({"places": "*i64", "width": "i32"}, {"COPIES": 8, "BLOCK": 1024}, 320),
+    "add_grouped_product, first": (GROUPED, {"ADD": False, "M": 128, "N": 256, "K": 64}, 2000),
+    "add_grouped_product": (GROUPED, {"ADD": True, "M": 128, "N": 256, "K": 64}, 2000),
     "rotate": (ROTATE, HEADS | {"HALF": 64, "WIDTH": 64, "REST": 0}, 230),
     "rotate, interleaved": (
         ROTATE,
@@ -75,11 +82,13 @@ def test_the_kernels_compile(name, capability):
     ptx = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 8 if "loss" in name else 4},
+        options={"num_warps": 8 if "loss" in name or "product" in name else 4},
     ).asm["ptx"]
     assert len(re.findall(r";$", ptx, re.M)) < most
     wide = r"\.global\S*\.(v4\.b32|v2\.b64)"
-    assert re.search(f"ld{wide}", ptx)
+    assert re.search(rf"ld{wide}|cp\.async\.cg\.shared\.global .*, 0x10", ptx)
+    if "product" in name:  # by the tensor cores, which read transposed rows
+        assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[capability] in ptx
     if "drop" in name:  # of Philox: two instructions for a product would take a third longer
         assert "mul.wide.u32" in ptx and "mul.hi.u32" not in ptx
     if "rotate" in name:  # all are wide; GPUs divide 64-bit integers by some 70 instructions

@@ -120,6 +120,7 @@ class Disk:
             progress=Progress(),
             of_rank_0=lambda action: action(),
             fp8=None,
+            kernels={},
             plan=None,
             scheduler=SimpleNamespace(load_state_dict=lambda state: None),
             optimizer=SimpleNamespace(
