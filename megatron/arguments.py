@@ -248,6 +248,8 @@ class Flag:
             return self._convert_word(words[0])
         if self.choices and len(words) == 1 and words[0][:1] + words[0][-1:] == "[]":
             words = words[0][1:-1].replace(",", " ").split()  # a list as YAML writes it
+        if isinstance(self.nargs, int) and len(words) == 1:
+            words = words[0].strip("()[]").replace(",", " ").split()  # a tuple as Megatron types it
         if isinstance(self.nargs, int) and len(words) != self.nargs:
             raise ValueError(
                 f"takes {self.nargs} values, but {len(words)} follow: {_shown(*words)} "

@@ -28,7 +28,7 @@ from megatron.model.blocks.moe.facts import MixtureOfExperts
 class ModelConfig(ModelFlags):
     """The architecture."""
 
-    def _layer(self, moe: bool, rope: Rope | None) -> LayerSpec:
+    def _layer(self, moe: bool, rope: Rope | None, window: int | None) -> LayerSpec:
         """One that differs from others in these."""
         residual: Residual = "pre"
         if self.use_parallel_residual:
@@ -42,7 +42,7 @@ class ModelConfig(ModelFlags):
             (AFTER_MLP, self.post_mlp_layernorm),
         )
         return LayerSpec(
-            mixer=Attention(self, rope),
+            mixer=Attention(self, rope, window),
             mlp=MixtureOfExperts(self) if moe else DenseMLP(self),
             residual=residual,
             norms=tuple(name for name, present in norms if present),
@@ -92,10 +92,10 @@ class ModelConfig(ModelFlags):
 @lru_cache(maxsize=8)
 def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers; equal ones are the same object."""
-    specs: dict[tuple[bool, Rope | None], LayerSpec] = {}
+    specs: dict[tuple[bool, Rope | None, int | None], LayerSpec] = {}
     layers = []
     for number in range(model.num_layers):
-        differs = model.is_moe_layer(number), model.rope(number)
+        differs = model.is_moe_layer(number), model.rope(number), model.window_of(number)
         if differs not in specs:
             specs[differs] = model._layer(*differs)
         layers.append(specs[differs])

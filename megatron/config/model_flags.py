@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
 from megatron.config.mup import MupConfig
-from megatron.config.rope import Rope
+from megatron.config.rope import Rope, Yarn
 
 
 def _norm(word: str) -> str:
@@ -18,6 +18,10 @@ def _norm(word: str) -> str:
 
 
 ROPE = Needs("--position-embedding-type rope", lambda v: v.config.model.positions == "rope")
+_YARN = Needs(
+    "--position-embedding-type yarn, or rope with --rope-type yarn",
+    lambda v: v.config.model.yarn is not None,
+)
 _GATED = Needs("a gated MLP (--swiglu or --geglu)", lambda v: v.config.model.gated)
 _NO_BIASES = Needs(
     "--disable-bias-linear: all linear layers have biases", lambda v: not v["add_bias_linear"]
@@ -97,8 +101,10 @@ class TransformerConfig(MupConfig):
         trained="position_rows",
         help="number of positions (rows of a learned position table), at least --seq-length",
     )
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = arg(
-        "learned_absolute", trained="positions", help="position embeddings"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = arg(
+        "learned_absolute",
+        trained="positions",
+        help="position embeddings; yarn: rope with --rope-type yarn",
     )
     use_rotary_position_embeddings: bool = arg(
         False, trained="positions", help="the same as --position-embedding-type rope"
@@ -157,6 +163,77 @@ class TransformerConfig(MupConfig):
         help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
         dump=False,
     )
+    rope_type: Literal["rope", "yarn"] = arg(
+        "rope",
+        needs=ROPE,
+        trained="yarn",
+        dump=False,
+        help="rotary frequencies as they are, or slowed for a longer context as YaRN does, by "
+        "--rotary-scaling-factor",
+    )
+    rotary_scaling_factor: float = arg(
+        1.0,
+        above=0,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-rotary-scaling-factor",),
+        help="YaRN: by how much the context is longer than --original-max-position-embeddings",
+    )
+    original_max_position_embeddings: int = arg(
+        4096,
+        minimum=1,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-original-max-position-embeddings",),
+        help="YaRN: positions of the context before it was lengthened",
+    )
+    beta_fast: float = arg(
+        32.0,
+        above=0,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-beta-fast",),
+        help="YaRN: frequencies with more turns than this in that context stay",
+    )
+    beta_slow: float = arg(
+        1.0,
+        above=0,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-beta-slow",),
+        help="YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor",
+    )
+    mscale: float = arg(
+        1.0,
+        minimum=0,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-mscale",),
+        help="YaRN: rotated queries and keys are multiplied by 1 + 0.1 x this x ln of the factor, "
+        "divided by the same with --mscale-all-dim",
+    )
+    mscale_all_dim: float = arg(
+        0.0,
+        minimum=0,
+        needs=_YARN,
+        trained="yarn",
+        dump=False,
+        alias=("--yarn-mscale-all-dim",),
+        help="YaRN: see --mscale",
+    )
+    yarn_correction_range_round_to_int: bool = arg(
+        True,
+        needs=_YARN,
+        trained="yarn",
+        off="--no-yarn-correction-range-round-to-int",
+        dump=False,
+        help="YaRN: the channels between which frequencies go over are not rounded to whole ones",
+    )
     no_rope_freq: str | None = arg(
         None,
         needs=ROPE,
@@ -164,6 +241,33 @@ class TransformerConfig(MupConfig):
         dump=False,
         help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
         "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
+    )
+    window_size: tuple[int, ...] | None = arg(
+        None,
+        nargs=2,
+        minimum=0,
+        trained="window",
+        dump=False,
+        help="sliding-window attention: a token sees itself and so many tokens before it, and so "
+        "many behind it, of which there must be 0, e.g. 127 0 (default: all before it); "
+        "sliding_window of Hugging Face counts the token itself, too: there it is 128",
+    )
+    window_attn_skip_freq: str | None = arg(
+        None,
+        needs="window_size",
+        trained="full_attention_layers",
+        dump=False,
+        help="layers without the window of --window-size: N for every Nth layer, or a pattern of 1 "
+        "(window) and 0 (all tokens) such as [1,1,1,0]*8 (default: none)",
+    )
+    window_rotary_base: int | None = arg(
+        None,
+        needs=[ROPE, "window_size"],
+        minimum=1,
+        trained="window_base",
+        dump=False,
+        help="base of the rotary frequencies in layers with a window, where they are then neither "
+        "scaled nor interpolated (default: the rotary positions of the other layers)",
     )
     make_vocab_size_divisible_by: int = arg(
         128, minimum=1, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
@@ -440,12 +544,16 @@ class TransformerConfig(MupConfig):
         """Rotary positions of the layer of this (global) number; None without."""
         if not self._rotates(layer):
             return None
+        width = int(self.head_dim * self.rotary_percent)
+        if self.window_rotary_base is not None and self.window_of(layer) is not None:
+            return Rope(width, self.window_rotary_base, self.rotary_interleaved)
         return Rope(
-            int(self.head_dim * self.rotary_percent),
+            width,
             self.rotary_base,
             self.rotary_interleaved,
             self.rotary_seq_len_interpolation_factor,
             self.rope_scaling,
+            self.yarn,
         )
 
     def _rotates(self, layer: int) -> bool:
@@ -454,6 +562,33 @@ class TransformerConfig(MupConfig):
         if self.no_rope_freq.isdecimal():
             return (layer + 1) % int(self.no_rope_freq) != 0
         return not parse_layer_pattern(self.no_rope_freq)[layer]
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens, itself among them, a token sees in the layer of this (global) number;
+        None: all before it."""
+        if self.window_size is None or self._is_full(layer):
+            return None
+        return self.window_size[0] + 1
+
+    def _is_full(self, layer: int) -> bool:
+        if self.window_attn_skip_freq is None:
+            return False
+        if self.window_attn_skip_freq.isdecimal():
+            return (layer + 1) % int(self.window_attn_skip_freq) == 0
+        return not parse_layer_pattern(self.window_attn_skip_freq)[layer]
+
+    @property
+    def window(self) -> int | None:
+        """What a token sees in the layers with a window; None where there are none."""
+        windows = (self.window_of(layer) for layer in range(self.num_layers))
+        return next((window for window in windows if window is not None), None)
+
+    @property
+    def full_attention_layers(self) -> list[int]:
+        """The layers without a window, of a model that has one in others."""
+        if self.window is None:
+            return []
+        return [layer for layer in range(self.num_layers) if self._is_full(layer)]
 
     @property
     def query_groups(self) -> int:
@@ -470,6 +605,33 @@ class TransformerConfig(MupConfig):
     def rope_scaling(self) -> float | None:
         """Llama 3.1's factor on low rotary frequencies."""
         return self.rope_scaling_factor if self.use_rope_scaling else None
+
+    @property
+    def yarn(self) -> Yarn | None:
+        """YaRN's numbers."""
+        if self.positions != "rope" or "yarn" not in (self.rope_type, self.position_embedding_type):
+            return None
+
+        def scale(m: float) -> float:
+            return 1.0 + 0.1 * m * math.log(max(1.0, self.rotary_scaling_factor))
+
+        return Yarn(
+            self.rotary_scaling_factor,
+            self.original_max_position_embeddings,
+            self.beta_fast,
+            self.beta_slow,
+            round(scale(self.mscale) / scale(self.mscale_all_dim), 12),
+            self.yarn_correction_range_round_to_int,
+        )
+
+    @property
+    def window_base(self) -> int | None:
+        """The base of layers with a window, where it makes other rotary positions."""
+        base = self.window_rotary_base
+        if base is None or self.window is None or self.positions != "rope":
+            return None
+        scaled = self.yarn or self.rope_scaling or self.rotary_seq_len_interpolation_factor
+        return base if scaled or base != self.rotary_base else None
 
     @property
     def position_rows(self) -> int | None:
@@ -511,7 +673,7 @@ class TransformerConfig(MupConfig):
     @property
     def positions(self) -> str:
         """`learned_absolute`, `rope` or `none`, whichever way it was spelled."""
-        if self.use_rotary_position_embeddings or self.position_embedding_type == "rope":
+        if self.use_rotary_position_embeddings or self.position_embedding_type in ("rope", "yarn"):
             return "rope"
         return self.position_embedding_type if self.add_position_embedding else "none"
 

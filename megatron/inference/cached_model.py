@@ -24,8 +24,9 @@ class CachedModel:
 
     Takes the model over: its blocks read their caches and its linear layers have no backward, so
     that it cannot be called or trained any more. It computes in the dtype and on the device of the
-    model; with tensor parallelism every rank calls it alike. The caches have rows x length x what
-    each block says of a position (`Block.cache`), all memory from the start.
+    model; with tensor parallelism every rank calls it alike. The caches have rows x length (or the
+    window of the layer) x what each block says of a position (`Block.cache`), all memory from the
+    start.
     """
 
     def __init__(self, model: GPTModel, rows: int, length: int):
@@ -71,7 +72,7 @@ class CachedModel:
         positions = torch.tensor(starts, device=self._device).unsqueeze(1) + offsets
         if min(lengths) < s:  # padding must not be written behind the end of the cache
             positions.clamp_(max=self.length - 1)
-        cached = CachedTokens(row, self.length, starts, positions, max(starts) + s)
+        cached = CachedTokens(row, self.length, starts, positions, max(starts) + s, lengths)
         return self._logits(ids, cached, None if s == 1 else lengths)
 
     def _logits(

@@ -59,6 +59,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *_: object) -> T
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
         gqa = False
     q_, k_, v_ = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+    if spec.window is not None:
+        seen = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_()
+        return F.scaled_dot_product_attention(
+            q_, k_, v_, seen.triu_(1 - spec.window), scale=spec.scale, enable_gqa=gqa
+        ).permute(2, 0, 1, 3)
     if q.device.type == "meta":
         # torch would take the formula with its s x s tensors, which no GPU does
         out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -71,6 +76,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *_: object) -> T
 
 
 def _sdpa_slower(spec: AttentionSpec) -> str | None:
+    if spec.window is not None:
+        return "needs an s x s mask"
     if _emulated(spec):
         return f"{spec.dtype} is emulated on this {spec.device.type}"
     if spec.device.type == "cpu" and spec.dtype == torch.float32:
@@ -122,6 +129,10 @@ def _bf16(
     starts = None if document_ids is None else run_starts(document_ids)
     if document_ids is not None and starts is None:  # an id occurs again after another one
         return _chunked(q, k, v, spec, document_ids, dropout_seed)
+    if spec.window is not None:
+        first = torch.arange(1, len(q) + 1, dtype=torch.int32).sub_(spec.window).clamp_(min=0)
+        first = first.repeat(q.shape[1], 1)
+        starts = first if starts is None else starts.maximum(first)
     seed = int(dropout_seed or 0)
     return bf16_attention.tile_attention(q, k, v, spec.scale, spec.dropout, seed, starts)
 
@@ -140,7 +151,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
         "cpp_bf16",
         "bf16 C++",
         _bf16,
-        frozenset({"dropout", "documents"}),
+        frozenset({"dropout", "documents", "window"}),
         lambda spec: bf16_attention.unavailable_reason(
             spec.device, spec.dtype, spec.head_dim, spec.seq_length
         ),
@@ -149,7 +160,8 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
     Implementation(
         "cpp_fp32",
         "fp32 C++",
-        lambda q, k, v, spec, *_: fp32_attention.vector_attention(q, k, v, spec.scale),
+        lambda q, k, v, spec, *_: fp32_attention.vector_attention(q, k, v, spec.scale, spec.window),
+        frozenset({"window"}),
         unavailable=lambda spec: fp32_attention.unavailable_reason(
             spec.device, spec.dtype, spec.head_dim, spec.seq_length
         ),
@@ -162,7 +174,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
         "sdpa",
         "torch's fused attention",
         _sdpa,
-        frozenset({"value_dim"}),
+        frozenset({"window", "value_dim"}),
         unavailable=lambda spec: "does not support fp64" if spec.dtype == torch.float64 else None,
         slower=_sdpa_slower,
         why=lambda spec: "plain causal attention",
@@ -171,7 +183,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
         "torch_flash",
         "torch's flash kernel",
         torch_flash.flash_attention,
-        frozenset({"dropout", "documents"}),
+        frozenset({"dropout", "documents", "window"}),
         lambda spec: torch_flash.unavailable_reason(
             spec.device, spec.dtype, spec.head_dim, spec.compiled
         ),
@@ -182,7 +194,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
         "chunked",
         "chunked attention",
         _chunked,
-        frozenset({"dropout", "documents", "value_dim"}),
+        frozenset({"dropout", "documents", "window", "value_dim"}),
         why=_chunked_why,
     ),
     Implementation(
@@ -196,7 +208,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, Forward], ...] = (
         "flash",
         "flash-attn",
         flash_attention.flash_attention,
-        frozenset({"documents"}),
+        frozenset({"documents", "window"}),
         lambda spec: flash_attention.unavailable_reason(spec.device, spec.dtype, spec.head_dim),
         slower=lambda spec: "no benefit on this device",
     ),

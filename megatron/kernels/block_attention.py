@@ -24,7 +24,8 @@ class Block:
     pure function of seed and shapes.
 
     causal: query i sees keys 0..i of the block, which has as many keys as queries; else all keys.
-    query_ids [b, s_q] and key_ids [b, s_k]: a query sees only keys of its own document.
+    query_ids [b, s_q] and key_ids [b, s_k]: a query sees only keys of its own document. distance:
+    from the first key to the first query, which tells with a window where it begins.
     """
 
     spec: AttentionSpec
@@ -32,6 +33,7 @@ class Block:
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
     seed: int = 0
+    distance: int = 0
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
@@ -54,12 +56,12 @@ def chunked_grads(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Queries `rows` of one set of heads, which see `keys`; `bias` [rows, w] is -inf at unseen ones
-    of the last w keys."""
+    """Queries `rows` of one set of heads, which see `keys`; a bias [rows, w] is -inf at unseen ones
+    of its columns of `keys`."""
 
     rows: slice
     keys: slice
-    bias: Tensor | None
+    biases: list[tuple[slice, Tensor]]
 
 
 class _Plan:
@@ -73,10 +75,11 @@ class _Plan:
         self.block = block
         self.dtype = wide_dtype(q)
         self.device = q.device
-        upper = torch.full(
+        hidden = torch.full(
             (QUERY_ROWS, QUERY_ROWS), -torch.inf, dtype=self.dtype, device=self.device
         )
-        self.upper = upper.triu_(1)
+        self.upper = hidden.triu(1)
+        self.lower = hidden.tril_(-1)
         self.rows = [
             slice(start, min(start + QUERY_ROWS, self.queries))
             for start in range(0, self.queries, QUERY_ROWS)
@@ -89,7 +92,8 @@ class _Plan:
         """Ranges of the b * g key heads; within one sample if it has documents, whose masks they
         share."""
         scratch = SCRATCH_ELEMENTS if self.device.type == "cpu" else LAUNCH_ELEMENTS
-        per_set = max(1, scratch // (min(QUERY_ROWS, self.queries) * self.keys * self.repeats))
+        keys = max(rows.stop - rows.start for rows in map(self.keys_of, self.rows))
+        per_set = max(1, scratch // (min(QUERY_ROWS, self.queries) * max(1, keys) * self.repeats))
         samples = 1 if self.block.query_ids is None else self.b
         ends = self.b * self.groups // samples
         return [
@@ -107,8 +111,14 @@ class _Plan:
         )
 
     def keys_of(self, rows: slice) -> slice:
-        """The keys that the block lets these rows see, whatever their documents."""
-        return slice(0, rows.stop if self.block.causal else self.keys)
+        """The keys that the block lets these rows see, whatever their documents; perhaps none."""
+        stop = rows.stop if self.block.causal else self.keys
+        return slice(min(stop, max(0, self._first_key(rows))), stop)
+
+    def _first_key(self, rows: slice) -> int:
+        """Where the window of the first of these rows begins, which may be before the block."""
+        window = self.block.spec.window
+        return 0 if window is None else self.block.distance + rows.start - window + 1
 
     @property
     def ids(self) -> tuple[Tensor, Tensor]:
@@ -126,34 +136,37 @@ class _Plan:
         for visible in same.any(1):  # of a sample
             positions = visible.nonzero()
             empty = len(positions) == 0
-            ranges.append(
-                slice(0, 0) if empty else slice(int(positions[0]), int(positions[-1]) + 1)
-            )
+            first, last = (0, -1) if empty else (int(positions[0]), int(positions[-1]))
+            ranges.append(slice(keys.start + first, keys.start + last + 1))
         return ranges
 
     def row_blocks(self, heads: tuple[int, int]) -> Iterator[_Rows]:
         """The blocks of consecutive queries that see any key."""
         for i, rows in enumerate(self.rows):
-            count = rows.stop - rows.start
-            bias = self.upper[:count, :count] if self.block.causal else None
             keys = self.keys_of(rows)
-            if self.block.query_ids is not None:
-                sample = heads[0] // self.groups
-                keys = keys if self.ranges is None else self.ranges[i][sample]
-                bias = self._document_bias(sample, rows, keys, bias)
+            sample = heads[0] // self.groups
+            if self.ranges is not None:
+                keys = self.ranges[i][sample]
             if keys.start < keys.stop:
-                yield _Rows(rows, keys, bias)
+                yield _Rows(rows, keys, self._biases(sample, rows, keys))
 
-    def _document_bias(self, sample: int, rows: slice, keys: slice, upper: Tensor | None) -> Tensor:
-        """-inf [rows, keys] where the documents differ or the key is later."""
-        query_ids, key_ids = self.ids
-        hidden = query_ids[sample, rows, None] != key_ids[sample, None, keys]
-        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            hidden, -torch.inf
-        )
-        if upper is not None:
-            bias[:, -upper.shape[1] :] += upper
-        return bias
+    def _biases(self, sample: int, rows: slice, keys: slice) -> list[tuple[slice, Tensor]]:
+        """-inf where the documents differ, where the key is later, and where it is before the
+        window: (columns of `keys`, bias)."""
+        count = rows.stop - rows.start
+        biases = []
+        if self.block.query_ids is not None:
+            query_ids, key_ids = self.ids
+            hidden = query_ids[sample, rows, None] != key_ids[sample, None, keys]
+            bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+            biases.append((slice(None), bias.masked_fill_(hidden, -torch.inf)))
+        if self.block.causal:
+            biases.append((slice(-count, None), self.upper[:count, :count]))
+        if self.block.spec.window is not None:
+            first = keys.start - self._first_key(rows)
+            lower = self.lower[:count, first : min(count, first + keys.stop - keys.start)]
+            biases.append((slice(lower.shape[1]), lower))
+        return biases
 
     def load(self, t: Tensor, heads: tuple[int, int]) -> Tensor:
         """[s, b, g r, d] -> [heads, r, s, d] of a set of heads, contiguous, in the dtype of the
@@ -180,9 +193,9 @@ class _Plan:
         """Scores of the queries of `rows`: queries [heads, r rows, d] (scaled), keys [heads, s_k,
         d]."""
         scores = torch.bmm(queries, keys[:, rows.keys].transpose(1, 2))
-        if rows.bias is not None:
-            lines = scores.view(-1, *rows.bias.shape[:1], scores.shape[2])
-            lines[:, :, -rows.bias.shape[1] :].add_(rows.bias)
+        lines = scores.unflatten(1, (-1, rows.rows.stop - rows.rows.start))
+        for columns, bias in rows.biases:
+            lines[..., columns].add_(bias)
         return scores
 
 

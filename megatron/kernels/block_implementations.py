@@ -105,7 +105,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, BlockKernel], ...] = (
         "chunked",
         "ring attention, chunked",
         BlockKernel(_chunked, _chunked_grads),
-        frozenset({"dropout", "documents"}),
+        frozenset({"dropout", "documents", "window"}),
         slower=lambda spec: "multiple passes over memory",
         why=lambda spec: "context parallelism",
     ),

@@ -36,7 +36,7 @@ def flash_attention(
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
-    [b, s] if there are any.
+    [b, s] if there are any, and inside the window of the spec.
 
     Dao 2023 (FlashAttention-2). With documents the batch becomes one row of documents, and nothing
     outside them is computed.
@@ -44,15 +44,32 @@ def flash_attention(
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     same = torch.are_deterministic_algorithms_enabled()
+    window = (-1, -1) if spec.window is None else (spec.window - 1, 0)
     s, b = q.shape[:2]
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if document_ids is None:
         return flash_attn_func(
-            q, k, v, softmax_scale=spec.scale, causal=True, deterministic=same
+            q,
+            k,
+            v,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=window,
+            deterministic=same,
         ).transpose(0, 1)
     ends = cumulative_lengths(document_ids)
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     out = flash_attn_varlen_func(
-        q, k, v, ends, ends, s, s, softmax_scale=spec.scale, causal=True, deterministic=same
+        q,
+        k,
+        v,
+        ends,
+        ends,
+        s,
+        s,
+        softmax_scale=spec.scale,
+        causal=True,
+        window_size=window,
+        deterministic=same,
     )
     return out.unflatten(0, (b, s)).transpose(0, 1)

@@ -1,8 +1,11 @@
 """Rotary position embedding: tables of angles and their application."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from megatron.config.rope import Yarn
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, row_blocks
 from megatron.kernels.cuda import fused_ops
@@ -23,6 +26,7 @@ def rotary_tables(
     *,
     interpolation_factor: float | None = None,
     scaling_factor: float | None = None,
+    yarn: Yarn | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +35,7 @@ def rotary_tables(
     positions_or_length: a length s (positions 0..s-1), positions [s], or positions per sample [b,
     s]. `dim` is the even number of rotated dimensions of a head (kv_channels * rotary percent).
     Positions are divided by `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is
-    given, and slow frequencies by `scaling_factor` (`slowed`).
+    given, and slow frequencies by `scaling_factor` (`slowed`) or as `yarn` says (`lengthened`).
 
     Returns (cos, sin), each [s, dim / 2], or [s, b, dim / 2] for positions per sample, as
     `apply_rotary` takes them. Angles are computed in fp64, so that a long position is exact in
@@ -50,8 +54,11 @@ def rotary_tables(
     frequencies = torch.pow(float(base), -exponents)
     if scaling_factor is not None:
         frequencies = slowed(frequencies, scaling_factor)
+    if yarn is not None:
+        frequencies = lengthened(frequencies, float(base), yarn)
     angles = positions.unsqueeze(-1) * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    length = 1.0 if yarn is None else yarn.length
+    return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
 
 
 def slowed(frequencies: Tensor, factor: float) -> Tensor:
@@ -65,6 +72,26 @@ def slowed(frequencies: Tensor, factor: float) -> Tensor:
     turns = frequencies * LLAMA3_CONTEXT / (2 * torch.pi)
     unchanged = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
     return frequencies * (unchanged + (1 - unchanged) / factor)
+
+
+def lengthened(frequencies: Tensor, base: float, yarn: Yarn) -> Tensor:
+    """YaRN's frequencies [dim / 2], as transformers defines them: between the channels that turn
+    `fast` and `slow` times in the old context they go over to those divided by `factor`."""
+    channels = len(frequencies)
+
+    def channel(turns: float) -> float:
+        return channels * math.log(yarn.context / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = channel(yarn.fast), channel(yarn.slow)
+    if yarn.rounded:
+        first, last = math.floor(first), math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * channels - 1)
+    if first == last:
+        last += 0.001
+    numbers = torch.arange(channels, dtype=frequencies.dtype, device=frequencies.device)
+    slow = ((numbers - first) / (last - first)).clamp(0, 1)
+    return frequencies * (1 - slow + slow / yarn.factor)
 
 
 def apply_rotary(

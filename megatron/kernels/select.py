@@ -121,8 +121,9 @@ def _library_attention_unavailable_reason(config: Config) -> str | None:
     if config.parallel.context_parallel_size > 1:
         return "context parallelism uses the built-in ring attention"
     # their own dropout RNG is not reproducible on resume
-    spec = _spec(torch.device("meta"), torch.float32, config, config.model.attention_dropout)
-    return lacking(spec, frozenset({"documents"}))
+    dropout = config.model.attention_dropout
+    spec = _spec(torch.device("meta"), torch.float32, config, dropout, _asked(config))
+    return lacking(spec, frozenset({"documents", "window"}))
 
 
 def check_requested(device: torch.device, dtype: torch.dtype, config: Config) -> None:
@@ -266,12 +267,15 @@ def _attention_rows(
         if dropout
         else {"attention": 0.0}
     )
-    for operation, p in uses.items():
-        if config.parallel.context_parallel_size > 1:
-            blocks = block_implementations.IMPLEMENTATIONS
-            rows += listed(operation, blocks, _spec(device, dtype, config, p))
-        else:
-            rows += _plain_attention_rows(operation, device, dtype, config, kernels, p)
+    for asked in _all_asked(config):
+        window = f", window of {asked['window']}" if asked.get("window") else ""
+        for name, p in uses.items():
+            operation = f"{name}{window}"
+            spec = _spec(device, dtype, config, p, asked)
+            if config.parallel.context_parallel_size > 1:
+                rows += listed(operation, block_implementations.IMPLEMENTATIONS, spec)
+            else:
+                rows += _plain_attention_rows(operation, device, dtype, config, kernels, spec)
     return rows
 
 
@@ -281,7 +285,7 @@ def _plain_attention_rows(
     dtype: torch.dtype,
     config: Config,
     kernels: Kernels,
-    dropout: float,
+    spec: AttentionSpec,
 ) -> list[KernelRow]:
     """The rows of attention without context parallelism."""
     backend = config.attention_backend
@@ -294,7 +298,6 @@ def _plain_attention_rows(
                 "requested" + f", {backend} backend" * (backend != "auto"),
             )
         ]
-    spec = _spec(device, dtype, config, dropout)
     choice = select(spec, kernels.attention)
     chosen = choice.implementation
     why = choice.why
@@ -323,10 +326,13 @@ def _plain_attention_rows(
 
 
 def _spec(
-    device: torch.device, dtype: torch.dtype, config: Config, dropout: float
+    device: torch.device,
+    dtype: torch.dtype,
+    config: Config,
+    dropout: float,
+    asked: dict[str, Any],
 ) -> AttentionSpec:
     """What a layer asks for. In a graph on a CPU the C++ takes no such heads."""
-    asked = _asked(config)
     if config.training.torch_compile and device.type == "cpu":
         asked |= {"head_dim": 1, "value_dim": 1}
     return AttentionSpec(
@@ -340,12 +346,18 @@ def _spec(
 
 
 def _asked(config: Config, tp: int = 1) -> dict[str, Any]:
-    """What the first layer with attention asks for; without a model, the least there can be."""
+    """What the first layer with attention asks for."""
+    return _all_asked(config, tp)[0]
+
+
+def _all_asked(config: Config, tp: int = 1) -> list[dict[str, Any]]:
+    """What layers with attention ask for, each once; without a model, the least there can be."""
+    every: list[dict[str, Any]] = []
     if config.model.num_layers is not None:
         for spec in config.model.layer_counts():
-            if spec.mixer is not None and (asked := spec.mixer.attention(tp)):
-                return asked
-    return {"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}
+            if spec.mixer is not None and (asked := spec.mixer.attention(tp)) not in (*every, {}):
+                every.append(asked)
+    return every or [{"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}]
 
 
 def _row_tables(

@@ -202,6 +202,7 @@ class Attention(nn.Module):
             qkv_format="sbhd",
             attn_mask_type="causal",
             softmax_scale=spec.scale,
+            window_size=None if spec.window is None else (spec.window - 1, 0),
         )
 
     def forward(

@@ -97,6 +97,7 @@ class RotaryTables(nn.Module):
             device=device,
             interpolation_factor=rope.interpolation,
             scaling_factor=rope.scaling,
+            yarn=rope.yarn,
             dtype=torch.promote_types(dtype, torch.float32),
         )
         self.register_buffer("cos", cos, persistent=False)

@@ -19,7 +19,14 @@ from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
 from megatron.parallel.collectives import start_all_gather, start_reduce_scatter, start_shift
 from megatron.parallel.context import Axis
-from megatron.parallel.zigzag import PARTS, Tile, chunks_of, part_rows, tiles
+from megatron.parallel.zigzag import (
+    PARTS,
+    Tile,
+    chunks_of,
+    part_rows,
+    tiles,
+    tiles_in_window,
+)
 
 SEED_STEP = 0xD1B54A32D192ED03  # between the dropout streams of two tiles
 
@@ -130,8 +137,11 @@ def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile,
     """What this rank computes with a part of the keys of `source`."""
     cp = call.cp
     ids = call.document_ids
+    place = (cp.rank, source, chunk, part)
+    window = call.spec.window
+    seen = tiles(*place) if window is None else tiles_in_window(*place, cp.size, window)
     blocks = []
-    for i, tile in enumerate(tiles(cp.rank, source, chunk, part)):
+    for i, tile in enumerate(seen):
         query_ids = key_ids = None
         if ids is not None:
             source_ids = chunks_of(ids, source, cp.size)
@@ -140,7 +150,8 @@ def _blocks(call: _Call, chunk: int, source: int, part: int) -> list[tuple[Tile,
             query_ids = chunks_of(ids, cp.rank, cp.size)[:, tile.queries]
             key_ids = source_ids[:, tile.keys]
         seed = (call.dropout_seed + SEED_STEP * ((source * 2 + part) * 2 + i)) % 2**63
-        blocks.append((tile, Block(call.spec, tile.causal, query_ids, key_ids, seed)))
+        block = Block(call.spec, tile.causal, query_ids, key_ids, seed, tile.distance)
+        blocks.append((tile, block))
     return blocks
 
 

@@ -47,11 +47,13 @@ def part_rows(chunk: int, part: int) -> tuple[slice, slice]:
 
 class Tile(NamedTuple):
     """Rows of my queries that see rows of a block of keys: all of them, or (causal) each those up
-    to its own position."""
+    to its own position. distance: from the first key to the first query, where both are runs of
+    positions."""
 
     queries: slice
     keys: slice
     causal: bool = False
+    distance: int = 0
 
 
 def tiles(rank: int, source: int, chunk: int, part: int) -> list[Tile]:
@@ -77,3 +79,32 @@ def tiles(rank: int, source: int, chunk: int, part: int) -> list[Tile]:
     first, _ = part_rows(chunk, part)
     rows = first.stop - first.start
     return [Tile(both, slice(0, rows))] if rows else []
+
+
+def tiles_in_window(
+    rank: int, source: int, chunk: int, part: int, ranks: int, window: int
+) -> list[Tile]:
+    """`tiles`, cut into runs of positions, without those whose keys are all before the `window` of
+    their queries."""
+    late = (2 * ranks - 1) * chunk  # position of the late chunk of rank 0
+    queries = [(slice(0, chunk), rank * chunk), (slice(chunk, 2 * chunk), late - rank * chunk)]
+    keys = queries
+    if source != rank:
+        first, second = part_rows(chunk, part)
+        rows = first.stop - first.start
+        keys = [
+            (slice(0, rows), source * chunk + first.start),
+            (slice(rows, chunk), late - source * chunk + second.start - chunk),
+        ]
+    return [
+        Tile(query_run, key_run, tile.causal, begin - key_begin)
+        for tile in tiles(rank, source, chunk, part)
+        for query_run, begin in queries
+        for key_run, key_begin in keys
+        if _within(query_run, tile.queries) and _within(key_run, tile.keys)
+        if begin - key_begin - (key_run.stop - key_run.start) + 1 < window
+    ]
+
+
+def _within(run: slice, rows: slice) -> bool:
+    return rows.start <= run.start < run.stop <= rows.stop

@@ -29,6 +29,7 @@ SIXTEEN = "tests/core/optimizer/test_low_precision.py"
 SKIPPING = "tests/core/training/skipping/test_skipping.py"
 ACTIONS = "tests/features/spikes/test_actions.py"
 POLICIES = "tests/features/spikes/test_policy.py"
+WINDOWS = "tests/core/model/test_windows.py"
 SCRIPTS = "tests/features/megatron_cli/test_scripts.py"
 OWN_MODEL = "tests/core/training/test_script_model.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
@@ -555,6 +556,43 @@ BUGS = {
         "_add_part(self.local_grads, self.arriving(), self.part)",
         "self.arriving()",
         f"{LAYOUTS}[{MASKED}]",
+    ),
+    "a window one token short": Bug(
+        "megatron.config.model_flags.TransformerConfig.window_of",
+        "self.window_size[0] + 1",
+        "self.window_size[0]",
+        f"{WINDOWS}::test_a_token_sees_itself_and_so_many_before_it[1]",
+    ),
+    "a window in every layer": Bug(
+        "megatron.config.model_flags.TransformerConfig.window_of",
+        "self.window_size is None or self._is_full(layer)",
+        "self.window_size is None",
+        f"{WINDOWS}::test_which_layers_have_the_window[3-windows1]",
+    ),
+    "a window switched off by the local length": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.spec",
+        "self.facts.window_in(len(queries) * self.cp.size)",
+        "self.facts.window_in(len(queries))",
+        f"{LAYOUTS}[cp4, windows, masked documents]",
+        "campaign",
+    ),
+    "a window that begins with each block of the ring": Bug(
+        "megatron.parallel.zigzag.tiles_in_window",
+        "Tile(query_run, key_run, tile.causal, begin - key_begin)",
+        "Tile(query_run, key_run, tile.causal, 0)",
+        f"{LAYOUTS}[cp2 tp2 sp, windows]",
+    ),
+    "a window's first key on another rank left out": Bug(
+        "megatron.parallel.zigzag.tiles_in_window",
+        "begin - key_begin - (key_run.stop - key_run.start) + 1 < window",
+        "begin - key_begin - (key_run.stop - key_run.start) + 2 < window",
+        "tests/core/parallel/test_ring_attention.py::test_windows[2]",
+    ),
+    "padding in the cache of a window": Bug(
+        "megatron.model.blocks.cache.WindowCache.append",
+        "(offsets < ends) & (offsets >= ends - self.window)",
+        "offsets >= ends - self.window",
+        "tests/tools/inference/test_cached_model.py::test_logits_are_those_of_the_whole_text[windows in two of three layers]",
     ),
     "gradients not summed over the ranks of a sequence": Bug(
         "megatron.parallel.context.ParallelContext.__init__",

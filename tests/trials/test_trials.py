@@ -22,7 +22,6 @@ TRIALS = {
     "optimizer_flag": ("tests/core/optimizer/test_adam.py::test_nesterovs_momentum_is_ahead", 2, 1),
     "metric": (FORWARD + "test_the_factor_of_clipping", 2, 1),
     "log_format": (FORWARD + "test_lines_of_commas", 2, 1),
-    "window": ("tests/core/model/test_windows.py::", 5, 4),
     "rope_layers": ("tests/core/model/test_rope_layers.py::", 1, 2),
     "mixer": ("tests/core/model/test_moving_average.py::", 5, 1),
     "norm": ("tests/core/kernels/test_norms.py::test_l1_norm", 3, 1),

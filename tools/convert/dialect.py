@@ -5,6 +5,7 @@ Both directions, config.json -> flags and flags -> config.json, follow from the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ LLAMA3 = {
     "original_max_position_embeddings": LLAMA3_CONTEXT,
 }
 # Of rope_scaling and rope_parameters.
+_YARN_KEYS = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 _ROTARY_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *LLAMA3}
 # What ModelConfig.activation says -> the flags for that.
 _ACTIVATION_FLAGS: dict[str, Flags] = {
@@ -234,6 +236,8 @@ class Dialect:
             rope |= {"rope_type": "linear", "factor": float(factor)}
         if m.use_rope_scaling:
             rope |= {"rope_type": "llama3", "factor": m.rope_scaling_factor, **LLAMA3}
+        if m.yarn:
+            rope |= yarn_keys(m)
         old = {name: value for name, value in rope.items() if name != "rope_theta"}
         partial = {}
         if self.partial is not None:
@@ -244,6 +248,20 @@ class Dialect:
             "rope_parameters": rope | partial,
             **partial,
         }
+
+
+def yarn_keys(m: ModelConfig) -> dict[str, Any]:
+    """rope_parameters of a model with YaRN, but for its base."""
+    assert m.yarn is not None
+    return {
+        "rope_type": "yarn",
+        "factor": m.yarn.factor,
+        "original_max_position_embeddings": m.yarn.context,
+        "beta_fast": m.yarn.fast,
+        "beta_slow": m.yarn.slow,
+        "attention_factor": m.yarn.length,
+        "truncate": m.yarn.rounded,
+    }
 
 
 def _read_activation(keys: Keys, allowed: Mapping[str, str]) -> Flags:
@@ -279,6 +297,8 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
     # here.
     if kind == "linear" and usable and factor == int(factor):
         return {"rotary_seq_len_interpolation_factor": int(factor) if factor > 1 else None}
+    if kind == "yarn" and usable:
+        return _read_yarn(keys, key, scaling)
     llama3_numbers = all(scaling.get(name) == value for name, value in LLAMA3.items())
     if kind == "llama3" and usable and llama3_numbers:
         return {"use_rope_scaling": True, "rope_scaling_factor": float(factor)}
@@ -286,7 +306,42 @@ def _read_scaling(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
         keys.refuse(
             key,
             scaling,
-            "the types default, dynamic, linear with a whole factor, and llama3 with its own "
+            "the types default, dynamic, linear with a whole factor, yarn, and llama3 with its own "
             "numbers can be",
         )
     return {}
+
+
+def _read_yarn(keys: Keys, key: str, scaling: dict[str, Any]) -> Flags:
+    """As transformers: a length that is not said follows from the factor, or from mscale where both
+    it and mscale_all_dim are numbers other than 0."""
+    known = _ROTARY_KEYS | _YARN_KEYS
+    keys.table = keys.table | {
+        f"{key}.{name}": value for name, value in scaling.items() if name not in known
+    }
+    read = Keys(scaling, keys.source)
+    factor = float(scaling["factor"])
+    number = (int, float)
+    flags: Flags = {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": read.take("original_max_position_embeddings"),
+        "beta_fast": float(read.take("beta_fast", 32.0, number) or 32.0),
+        "beta_slow": float(read.take("beta_slow", 1.0, number) or 1.0),
+        "yarn_correction_range_round_to_int": read.take("truncate", True, bool),
+    }
+    scales = [float(read.take(name, 0.0, number)) for name in ("mscale", "mscale_all_dim")]
+    length = read.take("attention_factor", None, number)
+    logarithm = 0.1 * math.log(max(1.0, factor))
+    if length is not None and logarithm and length > 0.0:
+        long, short = max(length, 1.0), min(length, 1.0)
+        flags["mscale"] = (long - 1.0) / logarithm
+        flags["mscale_all_dim"] = (1.0 / short - 1.0) / logarithm
+    elif length is not None and length != 1.0:
+        keys.refuse(key, scaling, "attention_factor must be positive, and 1 without a factor")
+    elif length is None and all(scales):
+        flags |= {"mscale": scales[0], "mscale_all_dim": scales[1]}
+    keys.problems += read.problems
+    if not (flags["beta_fast"] > 0 and flags["beta_slow"] > 0 and min(scales) >= 0):
+        keys.refuse(key, scaling, "turns and scales must be positive numbers")
+    return flags

@@ -161,6 +161,7 @@ _IN_TABLE = {
     "positions": "position_embedding_type",
     "query_groups": "num_query_groups",
     "rope_scaling": "rope_scaling_factor",
+    "yarn": "rope_type",
     "router_function": "moe_router_score_function, moe_router_pre_softmax, "
     "moe_router_load_balancing_type",
 }

@@ -23,6 +23,7 @@ from tools.convert.dialect import (
     Flags,
     Key,
     read_dropout,
+    yarn_keys,
 )
 from tools.convert.links import (
     EXPERTS,
@@ -233,30 +234,50 @@ def _no_window(
     """Refuse a sliding window shorter than the longest sequence, in any layer from `first` on
     (layer_types counts more, if the family is `typed`: reads it); a missing one is `absent`, and
     null is none."""
-    window = keys.take("sliding_window", None, int, absent=absent)
-    window = window if used else None
-    positions = flags["max_position_embeddings"]
-    layers = flags["num_layers"]
-    types = _layer_types(keys, layers) if typed else []
-    slides = (
-        any(kind != "full_attention" for kind in types)
-        if types
-        else window is not None and first < layers
-    )
-    if slides and window is None:
-        keys.refuse("layer_types", sorted(set(types)), "every layer has full attention")
-    elif slides and window < positions:
+    windows = _window(keys, flags, used, first, absent, typed)
+    if windows.get("window_size"):
+        window = windows["window_size"][0] + 1
         keys.refuse(
             "sliding_window",
             window,
-            f"attention reaches over all {positions} positions; up to {window} the model "
-            f"is the same: give --max-position-embeddings {window}",
+            f"attention reaches over all {flags['max_position_embeddings']} positions; up to "
+            f"{window} the model is the same: give --max-position-embeddings {window}",
         )
     return flags
 
 
+def _window(
+    keys: Keys,
+    flags: Flags,
+    used: bool = True,
+    first: int = 0,
+    absent: int | None = _WINDOW,
+    typed: bool = True,
+    long: bool = False,
+) -> Flags:
+    """The flags with a sliding window, of the arguments of `_no_window`; one as long as the longest
+    sequence is none, if not `long`. It counts the token itself, --window-size does not."""
+    window = keys.take("sliding_window", None, int, absent=absent)
+    window = window if used else None
+    layers = flags["num_layers"]
+    types = _layer_types(keys, layers) if typed else []
+    usual = [window is not None and layer >= first for layer in range(layers)]
+    slides = [kind != "full_attention" for kind in types] or usual
+    if any(slides) and window is None:
+        keys.refuse("layer_types", sorted(set(types)), "every layer has full attention")
+    elif window and any(slides) and (long or window < flags["max_position_embeddings"]):
+        pattern = None if all(slides) else f"[{','.join(str(int(each)) for each in slides)}]"
+        return flags | {"window_size": (window - 1, 0), "window_attn_skip_freq": pattern}
+    return flags
+
+
 def _optional_window(keys: Keys, flags: Flags) -> Flags:
-    return _no_window(keys, flags, absent=None, typed=False)
+    return _window(keys, flags, absent=None, typed=False)
+
+
+def _mistral_window(keys: Keys, flags: Flags) -> Flags:
+    """transformers has the window in every layer, whatever layer_types says."""
+    return _window(keys, flags, typed=False)
 
 
 def _phi3_window(keys: Keys, flags: Flags) -> Flags:
@@ -270,9 +291,8 @@ def _qwen_window(keys: Keys, flags: Flags) -> Flags:
     """As transformers: layers from max_window_layers on have the window, if use_sliding_window says
     so."""
     used = keys.take("use_sliding_window", False, bool)
-    return _no_window(
-        keys, flags, used, keys.take("max_window_layers", _FIRST_WINDOW_LAYER, (int,))
-    )
+    first = keys.take("max_window_layers", _FIRST_WINDOW_LAYER, (int,))
+    return _window(keys, flags, used, first)
 
 
 def _ignore_aux_loss(keys: Keys) -> None:
@@ -319,7 +339,7 @@ def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
 def _read_olmoe(keys: Keys, flags: Flags) -> Flags:
     _ignore_aux_loss(keys)
     flags = flags | {"moe_router_pre_softmax": not keys.take("norm_topk_prob", False, bool)}
-    return _optional_window(keys, flags)
+    return _no_window(keys, flags, absent=None, typed=False)
 
 
 def _smollm3_layers(keys: Keys, flags: Flags) -> Flags:
@@ -373,21 +393,28 @@ def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
     keys.take("sliding_window_pattern", 0, (int, str))
     types = _layer_types(keys, flags["num_layers"])
     if keys.take("sliding_window", None, int, absent=_WINDOW) is None:
-        return _no_window(keys, flags, absent=None)
+        return _window(keys, flags, absent=None)
     if not types:
         keys.refuse("layer_types", types, f"it must name the {flags['num_layers']} layers")
     if "full_attention" in types:
         pattern = ",".join(str(int(kind == "full_attention")) for kind in types)
         flags = flags | {"no_rope_freq": f"[{pattern}]"}
-    return _no_window(keys, flags)
+    return _window(keys, flags)
 
 
+_SLIDING = "sliding_attention"
+_WINDOW_BASE = "rope_parameters.sliding_attention.rope_theta"
 _OLMO3_BASE = 500000.0  # transformers' default of rope_theta
 
 
 def _olmo3_rotary(keys: Keys) -> None:
     """transformers 5 writes rope_parameters of each kind of layer; an older rope_scaling and a
-    top-level rope_theta are those of layers without a window alone."""
+    top-level rope_theta are those of layers without a window alone. Three of four layers have the
+    window where layer_types is missing."""
+    layers = keys.table.get("num_hidden_layers")
+    if keys.table.get("layer_types") is None and isinstance(layers, int):
+        kinds = ["full_attention" if layer % 4 == 3 else _SLIDING for layer in range(layers)]
+        keys.table = keys.table | {"layer_types": kinds}
     by_kind = keys.take("rope_parameters", {}, dict)
     if by_kind and not by_kind.keys() & {"full_attention", "sliding_attention"}:
         keys.refuse("rope_parameters", by_kind, "transformers reads it by kind of layer alone")
@@ -398,15 +425,33 @@ def _olmo3_rotary(keys: Keys) -> None:
     if not (isinstance(full, dict) and isinstance(window, dict)):
         keys.refuse("rope_parameters", by_kind, "it must be a table for each kind of layer")
         return
+    scaling = keys.take("rope_scaling", {}, dict)
+    written = keys.table.get("rope_parameters") is not None
+    if scaling and written and not by_kind.get("full_attention"):
+        keys.refuse("rope_scaling", scaling, "transformers adds it to those of full_attention")
+    full = full | scaling
     full = {"rope_theta": keys.table.get("rope_theta", _OLMO3_BASE)} | full
     window = {"rope_theta": _OLMO3_BASE} | window
     types = keys.table.get("layer_types")
-    if full != window and (not types or "sliding_attention" in types):
-        key, value = ("rope_parameters", by_kind) if by_kind else ("rope_theta", full["rope_theta"])
-        why = f"layers with a window would have {window}; all must have the same rotary positions"
-        keys.refuse(key, value, why)
-    keys.table = keys.table | {"rope_parameters": full}
-    keys.must_be("rope_scaling", why="all layers have the same rotary positions")
+    base = window["rope_theta"]
+    plain = window == {"rope_theta": base, "rope_type": "default"} and type(base) in (int, float)
+    if full != window and _SLIDING in (types or [_SLIDING]) and not (plain and base == int(base)):
+        why = "layers with a window have rotary positions of a base that is a whole number alone"
+        keys.refuse("rope_parameters", by_kind, why)
+    if full.get("truncate", True) is not True:
+        keys.refuse("rope_parameters", by_kind, "transformers' OLMo 3 does not read truncate")
+    keys.table = keys.table | {"rope_parameters": full, "rope_scaling": None}
+    if full != window:
+        keys.table = keys.table | {_WINDOW_BASE: base}
+
+
+def _olmo3_window(keys: Keys, flags: Flags) -> Flags:
+    """Layers with a window have their base however long it is."""
+    base = keys.take(_WINDOW_BASE, None, (int, float))
+    flags = _window(keys, flags, long=base is not None)
+    if flags.get("window_size") and base is not None:
+        flags |= {"window_rotary_base": int(base)}
+    return flags
 
 
 def _gemma_embedding(keys: Keys, flags: Flags) -> Flags:
@@ -504,31 +549,44 @@ def like_llama(
     )
 
 
-def _wide_window(m: ModelConfig) -> dict[str, Any]:
+def _windows(m: ModelConfig) -> dict[str, Any]:
     """transformers makes masks with the window also where no layer has it, so there must be one."""
-    positions = m.max_position_embeddings or m.seq_length
-    return {"sliding_window": positions, "layer_types": ["full_attention"] * m.num_layers}
+    full = (m.window_of(layer) is None for layer in range(m.num_layers))
+    return {
+        "sliding_window": m.window or m.max_position_embeddings or m.seq_length,
+        "layer_types": ["full_attention" if each else _SLIDING for each in full],
+    }
+
+
+def _one_window(m: ModelConfig) -> dict[str, Any]:
+    """Of all layers."""
+    return {"sliding_window": m.window}
 
 
 def _phi3_keys(m: ModelConfig) -> dict[str, Any]:
     """Of the types of rope_scaling transformers' Phi-3 has longrope alone."""
     rope = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
     partial = {"partial_rotary_factor": m.rotary_percent}
-    return {"sliding_window": None, "rope_scaling": None, "rope_parameters": rope | partial}
+    return _one_window(m) | {"rope_scaling": None, "rope_parameters": rope | partial}
 
 
 def _olmo3_keys(m: ModelConfig) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
-    kinds = ("full_attention", "sliding_attention")
-    return _wide_window(m) | {"rope_parameters": {kind: dict(rope) for kind in kinds}}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(m.rotary_base)}
+    full = rope | yarn_keys(m) if m.yarn else rope
+    window = full if m.window_base is None else rope | {"rope_theta": float(m.window_base)}
+    return _windows(m) | {"rope_parameters": {"full_attention": full, _SLIDING: window}}
 
 
 def _exaone4_keys(m: ModelConfig) -> dict[str, Any]:
     rotated = [m.rope(layer) is not None for layer in range(m.num_layers)]
-    kinds = ["sliding_attention" if each else "full_attention" for each in rotated]
-    if "full_attention" in kinds:
-        return _wide_window(m) | {"layer_types": kinds}
-    return _wide_window(m) | {"sliding_window": None}
+    if m.window is None and not all(rotated):
+        kinds = [_SLIDING if each else "full_attention" for each in rotated]
+        return _windows(m) | {"layer_types": kinds}
+    return _windows(m) | ({"sliding_window": None} if m.window is None else {})
+
+
+def _qwen_windows(m: ModelConfig) -> dict[str, Any]:
+    return _no_window_used(m) if m.window is None else _windows(m) | {"use_sliding_window": True}
 
 
 def _no_window_used(m: ModelConfig) -> dict[str, Any]:
@@ -591,7 +649,7 @@ FAMILIES: Mapping[str, Family] = {
                 kv_heads=32,
                 fixed=_QWEN_FIXED,
                 last=_qwen_window,
-                written=_no_window_used,
+                written=_qwen_windows,
             ),
         ),
         like_llama(
@@ -604,14 +662,14 @@ FAMILIES: Mapping[str, Family] = {
                 kv_heads=32,
                 head_dim=128,
                 last=_qwen_window,
-                written=_no_window_used,
+                written=_qwen_windows,
             ),
         ),
         like_llama(
             "mistral",
             "MistralForCausalLM",
             llama_names(),
-            Dialect(kv_heads=8, last=_no_window, written=lambda m: {"sliding_window": None}),
+            Dialect(kv_heads=8, last=_mistral_window, written=_one_window),
         ),
         like_llama(
             "phi3",
@@ -665,7 +723,7 @@ FAMILIES: Mapping[str, Family] = {
                 tied=True,
                 dropouts=("residual_dropout", "embedding_dropout"),
                 last=_optional_window,
-                written=lambda m: {"sliding_window": None},
+                written=_one_window,
             ),
         ),
         like_llama(
@@ -742,7 +800,7 @@ FAMILIES: Mapping[str, Family] = {
             "ministral",
             "MinistralForCausalLM",
             llama_names(),
-            Dialect(kv_heads=8, last=_no_window, written=_wide_window),
+            Dialect(kv_heads=8, last=_window, written=_windows),
         ),
         like_llama(
             "arcee",
@@ -793,7 +851,7 @@ FAMILIES: Mapping[str, Family] = {
                 kv_heads=8,
                 theta=1000000,
                 last=_read_mixtral,
-                written=lambda m: {"sliding_window": None, "intermediate_size": m.expert_ffn},
+                written=lambda m: _one_window(m) | {"intermediate_size": m.expert_ffn},
             ),
         ),
         like_llama(
@@ -945,7 +1003,7 @@ FAMILIES: Mapping[str, Family] = {
                 theta=500000,
                 omitted=("rope_scaling",),
                 first=_olmo3_rotary,
-                last=_no_window,
+                last=_olmo3_window,
                 written=_olmo3_keys,
             ),
         ),

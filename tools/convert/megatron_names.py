@@ -62,7 +62,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "retro_add_retriever": _OFF,
     "softmax_type": (None, "vanilla"),
     "spec": (None,),
-    "window_size": (None,),
 }
 # Other names of arguments that are flags here, and where they are used.
 _RENAMED = {
@@ -75,6 +74,8 @@ _LEGACY_FIXED = {
     "rotary_base": 10000,
     "use_rope_scaling": False,
     "no_rope_freq": None,
+    "window_size": None,
+    "rope_type": "rope",
     "use_mup": False,
 }
 # Arguments that are no flags here, nor accepted ones of another program, and change nothing
@@ -121,7 +122,7 @@ moe_paged_stash moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_si
 moe_paged_stash_page_size moe_permute_fusion_into_hybridep moe_router_padding_for_*
 moe_router_quantile_balancing_ema moe_routing_trace_* moe_single_grouped_bias
 moe_single_grouped_weight moe_upcycling_granularity moe_use_grouped_tensor
-moe_use_legacy_grouped_gemm moe_use_upcycling mos mscale mscale_all_dim mtp_detach_heads mtp_hsm
+moe_use_legacy_grouped_gemm moe_use_upcycling mos mtp_detach_heads mtp_hsm
 mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer
 multiprocessing_context muon_* muonadamw_* muonclip_* mup_width_mult nccl_all_reduce_for_prefill
 no_load_lr_state null_tokenizer_* num_attention_heads_teacher num_channels num_classes
@@ -145,9 +146,8 @@ use_flash_attn_triton use_flash_attn_v1 use_flash_attn_v2 use_gigatoken use_grou
 use_kitchen* use_layer_wise_distributed_optimizer use_mamba_mem_eff_path use_megatron_fsdp
 use_mics use_one_sent_docs use_torch_fsdp2 v_head_dim variable_seq_lengths
 virtual_pipeline_model_parallel_size vision_backbone_type vision_pretraining
-vision_pretraining_type wandb_* warmup window_attn_skip_freq word_embedding_init_std yaml_cfg
-yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int
-yarn_original_max_position_embeddings zero_*
+vision_pretraining_type wandb_* warmup word_embedding_init_std yaml_cfg
+yarn_* zero_*
 """)
 # Arguments that are read by models with experts alone.
 _OF_EXPERTS = names_of(
@@ -158,9 +158,14 @@ _OF_EXPERTS = names_of(
 _NOT_IN_MEGATRON = (
     *("use_parallel_residual", "post_self_attn_layernorm", "post_mlp_layernorm"),
     *("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
-    *("no_pre_layernorm", "xielu", "qk_layernorm_all_heads"),
+    *("no_pre_layernorm", "xielu", "qk_layernorm_all_heads", "window_rotary_base"),
 )
-_POSITIONS = ("learned_absolute", "rope", "none")
+_POSITIONS = ("learned_absolute", "rope", "yarn", "none")
+# Flags of YaRN: their arguments begin with yarn_; those without are of latent attention.
+_YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim"),
+)
 _TOKENIZER = (
     "tokenizer_type",
     "vocab_file",
@@ -260,7 +265,12 @@ def flags_from(
     if kind == "core":
         flags.pop("openai_gelu", None)  # megatron-core does not read it
     flags.pop("moe_router_force_load_balancing", None)  # of benchmarks
-    for name in ("moe_layer_freq", "no_rope_freq"):
+    flags.pop("rope_type", None)
+    for name in _YARN:
+        flags.pop(name, None)
+        if (value := renamed.get(f"yarn_{name}")) is not None:
+            flags[name] = value
+    for name in ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         if isinstance(flags.get(name), list):
             flags[name] = str(flags[name])
     if flags.get("position_embedding_type", "rope") not in _POSITIONS:
@@ -403,7 +413,9 @@ def args_for(
         "ffn_hidden_size": model.ffn,
         "kv_channels": model.head_dim,
         "num_query_groups": model.query_groups,
-        "position_embedding_type": model.positions,
+        "position_embedding_type": "yarn" if model.yarn else model.positions,
+        "rope_type": None,
+        **{f"yarn_{name}": getattr(model, name) for name in _YARN if model.yarn},
         "max_position_embeddings": model.max_position_embeddings or model.seq_length,
         "encoder_num_layers": model.num_layers,
         "encoder_seq_length": model.seq_length,
@@ -412,6 +424,8 @@ def args_for(
         "moe_layer_freq": 1,
         "no_rope_freq": model.no_rope_freq
         and [int(model.rope(layer) is None) for layer in range(model.num_layers)],
+        "window_attn_skip_freq": model.window_attn_skip_freq
+        and [int(model.window_of(layer) is not None) for layer in range(model.num_layers)],
         **data,
     }
 

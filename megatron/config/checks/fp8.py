@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts
+from megatron.config.checks.model import PATTERNS
 
 MULTIPLE = 16  # of both inner dimensions of an FP8 GEMM
 
@@ -29,8 +30,7 @@ def rule(f: Facts) -> Iterator[str]:
     if not f.ok(*sizes) or f.bad & {
         "kv_channels",
         "num_layers",
-        "moe_layer_freq",
-        "no_rope_freq",
+        *PATTERNS,
         "ffn_hidden_size",
         "ffn_multiple_of",
         "eval_micro_batch_size",

@@ -8,6 +8,9 @@ from dataclasses import replace
 from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
 
+# flags that say something of each layer
+PATTERNS = {"moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"}
+
 
 def shape(f: Facts) -> Iterator[str]:
     """Sizes of the model that do not fit each other."""
@@ -20,8 +23,14 @@ def _blocks(f: Facts) -> Iterator[str]:
     """What the blocks of the layers refuse. Where number or pattern of the layers is wrong, one
     layer stands for all."""
     model = f.config.model
-    if not f.ok("num_layers") or f.bad & {"moe_layer_freq", "no_rope_freq"}:
-        model = replace(model, num_layers=1, moe_layer_freq="1", no_rope_freq=None)
+    if not f.ok("num_layers") or f.bad & PATTERNS:
+        model = replace(
+            model,
+            num_layers=1,
+            moe_layer_freq="1",
+            no_rope_freq=None,
+            window_attn_skip_freq=None,
+        )
     if not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
         model = replace(model, position_embedding_type="none", use_rotary_position_embeddings=False)
     for block in model.blocks:
@@ -43,17 +52,25 @@ def _positions(f: Facts) -> Iterator[str]:
             "--position-embedding-type none: --use-rotary-position-embeddings means rope; omit "
             "one of them [flags-exclude-each-other]"
         )
+    yarn = "rope_type" if f["rope_type"] == "yarn" else "position_embedding_type"
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        if f[name] and f[yarn] == "yarn":
+            yield (
+                f"{f.say(name)}: another scaling than that of {f.say(yarn)}; omit one of the two "
+                "[flags-exclude-each-other]"
+            )
 
 
 def _patterns(f: Facts) -> Iterator[str]:
-    """Flags that say something of each layer."""
-    text = f["no_rope_freq"]
-    if text is not None and not _fits(f, text):
-        f.bad.add("no_rope_freq")
-        yield (
-            f"--no-rope-freq {text}: must be a number of at least 1, or a pattern of "
-            f"--num-layers {f['num_layers']} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
-        )
+    """PATTERNS that do not have a digit for each layer."""
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        text = f[name]
+        if text is not None and not _fits(f, text):
+            f.bad.add(name)
+            yield (
+                f"{f.say(name)}: must be a number of at least 1, or a pattern of --num-layers "
+                f"{f['num_layers']} times 0 or 1 such as [0]*3+[1]*1 [value-out-of-range]"
+            )
     text = f["moe_layer_freq"]
     if f["num_experts"] is not None and not _fits(f, text):
         f.bad.add("moe_layer_freq")

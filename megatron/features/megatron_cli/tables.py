@@ -40,12 +40,10 @@ REASONS: dict[str, str] = {
     "sharding": "parameters are not sharded (FSDP, ZeRO 2 and 3); use data, tensor, pipeline or "
     "context parallelism, and --use-distributed-optimizer",
     "wandb": "it steers a part of Weights & Biases, or another service, that is not used",
-    "window": "attention reads all earlier tokens; omit the flag",
 }
 
 TABLE = """
 [refused]
-rope_type=!rope | YaRN is not supported; use --use-rope-scaling, or omit the flag
 bert_binary_head=True,--bert-no-binary-head bert_embedder_type=megatron bert_load= mask_prob=0.15
   output_bert_embeddings=False short_seq_prob=0.1
   | BERT is not trained here, only GPT; omit the flag
@@ -166,7 +164,6 @@ use_fused_weighted_squared_relu=False use_fused_mlp=False use_inference_optimize
 optimizer_cuda_graph=False | &compiled
 tp_only_amax_red=False | &engine
 store_param_remainders=True | main weights are whole fp32 numbers
-beta_fast=32.0 beta_slow=1.0 | only YaRN and latent attention read it
 max_padding_length= | samples are never padded
 codecarbon_dir= log_level= log_level_replica= | it is not logged
 align_grad_reduce=True | &bucket
@@ -246,8 +243,6 @@ logging_level= | library lines are always printed at level INFO
 legacy_tokenizer=False | there is one set of tokenizers
 use_tokenizer_model_from_checkpoint_args=True
   | --use-checkpoint-args takes the tokenizer file of the checkpoint only where none is given
-rotary_scaling_factor=1.0 original_max_position_embeddings=4096
-  | only YaRN and latent attention read it; --use-rope-scaling reads --rope-scaling-factor
 kill_switch_path= trigger_path= | no such path is watched; --control-file saves or stops a run
 sync_tp_duplicated_parameters=False
   | parameters that tensor-parallel ranks share have equal gradients on all of them
@@ -370,9 +365,8 @@ embed_layernorm=False attention_output_gate=False use_gated_attention=False
   | layers have one norm before attention and one before the MLP, without gates; omit the flag
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
 multi_latent_attention=False q_lora_rank= kv_lora_rank=32 qk_head_dim=128 qk_pos_emb_head_dim=64
-  v_head_dim=128 mscale=1.0 mscale_all_dim=0.0 | &mla
+  v_head_dim=128 | &mla
 mtp_num_layers= mtp_loss_scaling_factor=0.1 | &mtp
-window_size= window_attn_skip_freq= | &window
 softmax_type=vanilla | there are no attention sinks; omit the flag
 quick_geglu=False enable_gpt_oss=False activation_func_clamp_value= glu_linear_offset=0.0
   | use --geglu (its GELU is the tanh form) or --swiglu
@@ -430,7 +424,6 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
     ("refused", "--fp8- --fp4- --te- --keep-fp8-", "&fp8"),
     ("refused", "--use-flash-attn", "use --use-flash-attn, or --attention-backend flash"),
     ("note", "--tp-comm- --no-tp-comm- --disable-tp-comm-", "&engine"),
-    ("note", "--yarn-", "only YaRN and latent attention read it"),
     ("note", "--inference- --decode-only-cuda-", "only Megatron's own generation reads it"),
     ("note", "--otel- --opentelemetry- --enable-otel", "nothing is sent to a logging service"),
     ("note", "--fault-injector- --gpu-sniff-", "no faults are injected, and no devices are tested"),

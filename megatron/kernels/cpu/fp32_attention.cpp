@@ -85,6 +85,7 @@ void multiply(Matrix a, const float* b, int64_t b_width, float* out, int64_t out
 
 struct Shape {
   int64_t s, b, n, groups, d;
+  int64_t window;                                                            // positions that one sees, with itself
   float scale;                                                               // of scores
   int64_t rows() const { return (s + kBlock - 1) / kBlock * kBlock; }        // s, padded
   int64_t width() const { return (d + kLanes - 1) / kLanes * kLanes; }       // d, padded
@@ -130,6 +131,12 @@ inline V seen_or(V v, int64_t key, int64_t query, float hidden) {
   return same_bits<V>((same_bits<I>(v) & ~unseen) | (same_bits<I>(V{} + hidden) & unseen));
 }
 
+// Lanes of the queries from `query` on in whose window `key` is keep their value, the others get `hidden`.
+inline V in_window_or(V v, int64_t key, int64_t query, int64_t window, float hidden) {
+  const I seen = first_lanes(std::clamp<int64_t>(key + window - query, 0, kLanes));
+  return same_bits<V>((same_bits<I>(v) & seen) | (same_bits<I>(V{} + hidden) & ~seen));
+}
+
 // ---- forward
 
 struct ForwardScratch {
@@ -139,14 +146,19 @@ struct ForwardScratch {
         scores(x.rows() * kBlock), out(kBlock * x.width()) {}
 };
 
-// Softmax over the lines of scores [keys, kBlock] of kHalf queries from `query` on, in place and not divided by its sum; of
-// each query 1 / that sum, and the logarithm of the sum of exponentials.
-void softmax(float* scores, int64_t keys, int64_t query, float* inverse, float* log_sum) {
+// Softmax over the lines of scores [keys, kBlock] of kHalf queries, the first of them the `query`th of these keys, in place
+// and not divided by its sum; of each query 1 / that sum, and the logarithm of the sum of exponentials.
+void softmax(float* scores, int64_t keys, int64_t query, int64_t window, float* inverse, float* log_sum) {
   constexpr float lowest = -std::numeric_limits<float>::infinity();
   for (int64_t lane = 0; lane < kHalf; lane += kLanes) {
-    const int64_t below = std::min(keys, query + lane);  // keys that all of these queries see
+    // keys that some of these queries do not see any more, and the end of those that all see
+    const int64_t early = std::clamp<int64_t>(query + lane + kLanes - window, 0, keys);
+    const int64_t below = std::min(keys, query + lane);
     float* line = scores + lane;
     V largest = V{} + lowest, sum = {};
+    for (int64_t key = 0; key < early; ++key) {
+      store(line + key * kBlock, in_window_or(load(line + key * kBlock), key, query + lane, window, lowest));
+    }
     for (int64_t key = 0; key < below; ++key) largest = larger(largest, load(line + key * kBlock));
     for (int64_t key = below; key < keys; ++key) {
       const V score = seen_or(load(line + key * kBlock), key, query + lane, lowest);
@@ -172,15 +184,18 @@ void forward_head(const Shape& x, ForwardScratch& to, const T* q, int64_t step_q
   copy_head(x, q, step_q, x.scale, to.lines.data());
   transpose(x, to.lines.data(), to.queries.data());
   for (int64_t start = 0; start < x.s; start += kBlock) {
-    const int64_t keys = start + kHalf;  // that the first half of the queries sees; the second half kHalf more
+    const int64_t first = std::max<int64_t>(0, start - x.window + 1) / kHalf * kHalf;  // key in a window of these queries
+    const int64_t end = start + kHalf;  // of what the first half of the queries sees; the second half sees kHalf more
+    const int64_t keys = end - first;
     float *scores = to.scores.data(), *more = scores + keys * kBlock + kHalf, inverse[kBlock];
-    multiply({to.keys.data(), width, 1}, to.queries.data() + start, rows, scores, kBlock, keys, kBlock, width, false);
-    multiply({to.keys.data() + keys * width, width, 1}, to.queries.data() + keys, rows, more, kBlock, kHalf, kHalf, width,
+    multiply({to.keys.data() + first * width, width, 1}, to.queries.data() + start, rows, scores, kBlock, keys, kBlock, width,
+             false);
+    multiply({to.keys.data() + end * width, width, 1}, to.queries.data() + end, rows, more, kBlock, kHalf, kHalf, width,
              false);
     for (int64_t half : {int64_t{0}, kHalf}) {
-      softmax(scores + half, keys + half, start + half, inverse + half, log_sums + start + half);
-      multiply({scores + half, 1, kBlock}, to.values.data(), width, to.out.data() + half * width, width, kHalf, width,
-               keys + half, false);
+      softmax(scores + half, keys + half, start - first + half, x.window, inverse + half, log_sums + start + half);
+      multiply({scores + half, 1, kBlock}, to.values.data() + first * width, width, to.out.data() + half * width, width,
+               kHalf, width, keys + half, false);
     }
     for (int64_t i = 0; i < std::min(kBlock, x.s - start); ++i) {
       each_register(x.d, [&](int64_t j, auto count) {
@@ -194,8 +209,8 @@ void forward_head(const Shape& x, ForwardScratch& to, const T* q, int64_t step_q
 // contiguous; log_sums [b, n, rows] fp32.
 template <class T>
 void forward(std::array<uintptr_t, 5> addresses, std::array<std::array<int64_t, 3>, 3> steps, std::array<int64_t, 5> sizes,
-             float scale, int threads) {
-  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
+             int64_t window, float scale, int threads) {
+  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale};
   const int64_t heads = x.n / x.groups;
   const auto work = [&](int64_t unit, int64_t, ForwardScratch& scratch) {
     const int64_t sample = unit / x.groups, group = unit % x.groups;
@@ -227,14 +242,17 @@ struct BackwardScratch {
 
 // From transposed scores and gradients of probabilities of so many keys from `key` on and queries from `start` on, in their
 // place: probabilities and gradients of scores.
-void softmax_grad(BackwardScratch& to, int64_t key, int64_t keys, int64_t start, int64_t queries, const float* log_sums) {
+void softmax_grad(BackwardScratch& to, int64_t key, int64_t keys, int64_t start, int64_t queries, int64_t window,
+                  const float* log_sums) {
   for (int64_t query = 0; query < queries; query += kLanes) {
     const V log_sum = load(log_sums + start + query), delta = load(to.delta.data() + start + query);
-    const bool all = key + keys - 1 <= start + query;  // these queries see every key
+    const bool all = key + keys - 1 <= start + query;  // these queries see every key, but for the window
+    const bool inside = start + query + kLanes - key <= window;
     for (int64_t i = 0; i < keys; ++i) {
       float *score = to.probs.data() + i * kChunk + query, *grad = to.grads.data() + i * kChunk + query;
       V p = exp_or_zero(load(score) - log_sum);
       if (!all) p = seen_or(p, key + i, start + query, 0.0f);
+      if (!inside) p = in_window_or(p, key + i, start + query, window, 0.0f);
       store(score, p);
       store(grad, p * (load(grad) - delta));
     }
@@ -250,7 +268,7 @@ void add_chunk(const Shape& x, BackwardScratch& to, int64_t key, int64_t keys, i
            queries, width, false);
   multiply({to.values.data() + key * width, width, 1}, to.above_across.data() + start, rows, to.grads.data(), kChunk, keys,
            queries, width, false);
-  softmax_grad(to, key, keys, start, queries, log_sums);
+  softmax_grad(to, key, keys, start, queries, x.window, log_sums);
   multiply({probs, kChunk, 1}, to.above.data() + start * width, width, to.grad_v.data() + key * width, width, keys, width,
            queries, true);
   multiply({grads, kChunk, 1}, to.queries.data() + start * width, width, to.grad_k.data() + key * width, width, keys, width,
@@ -282,8 +300,8 @@ void deltas(const Shape& x, const T* out, int64_t step, BackwardScratch& to) {
 // Inputs: q, k, v, the gradient above, out (contiguous), log_sums; then gradients of q, k and v. Steps of all but log_sums.
 template <class T>
 void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t, 3>, 9> steps, std::array<int64_t, 5> sizes,
-              float scale, int threads) {
-  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], scale};
+              int64_t window, float scale, int threads) {
+  const Shape x{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], window, scale};
   const int64_t heads = x.n / x.groups;
   const auto work = [&](int64_t unit, int64_t, BackwardScratch& scratch) {
     const int64_t sample = unit / x.groups, group = unit % x.groups;
@@ -304,8 +322,9 @@ void backward(std::array<uintptr_t, 9> addresses, std::array<std::array<int64_t,
       std::fill(scratch.grad_q.begin(), scratch.grad_q.end(), 0.0f);
       for (int64_t key = 0; key < x.s; key += kBlock) {
         add_chunk(x, scratch, key, kHalf, key, kHalf, log_sums);
-        for (int64_t start = key + kHalf; start < x.rows(); start += kChunk) {
-          add_chunk(x, scratch, key, kBlock, start, std::min(kChunk, x.rows() - start), log_sums);
+        const int64_t end = std::min(x.rows(), (key + kBlock - 1 + x.window + kHalf - 1) / kHalf * kHalf);
+        for (int64_t start = key + kHalf; start < end; start += kChunk) {
+          add_chunk(x, scratch, key, kBlock, start, std::min(kChunk, end - start), log_sums);
         }
       }
       write_head(x, scratch.grad_q, x.scale, head_of(6, head), steps[6][0]);
@@ -327,7 +346,7 @@ void define(py::module_& m, const std::string& dtype) {
 
 PYBIND11_MODULE(MODULE, m) {
   m.doc() = "Causal attention; see megatron/kernels/cpu/fp32_attention.py.";
-  m.attr("INTERFACE") = 1;  // raise it here and in fp32_attention.py when a function changes
+  m.attr("INTERFACE") = 2;  // raise it here and in fp32_attention.py when a function changes
   define<float>(m, "float32");
   define<Bf16>(m, "bfloat16");
 }

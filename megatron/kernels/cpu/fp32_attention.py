@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron.kernels.cpu.native import load_built
 from megatron.kernels.qkv import contiguous_vectors, gradients_like, sizes
 
-INTERFACE = 1
+INTERFACE = 2
 BLOCK = 32  # queries of a block in the C++
 # Up to so many positions: scores of BLOCK queries against more keys do not fit a core's second
 # cache, or (AVX2) torch's kernel is faster (docs/benchmarks.md).
@@ -35,13 +35,16 @@ def unavailable_reason(
     return module if isinstance(module, str) else None
 
 
-def vector_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def vector_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     """softmax(scale q k^T, causal) v: q [s, b, n, d], k and v [s, b, g, d] of one dtype, fp32 or
-    bf16 -> [s, b, n, d]."""
+    bf16 -> [s, b, n, d]. window: a position sees itself and the `window` - 1 before it, None for
+    all before it."""
     # The C++ reads memory by these sizes.
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3]), (q.shape, k.shape, v.shape)
-    return _VectorAttention.apply(q, k, v, scale)
+    return _VectorAttention.apply(q, k, v, scale, len(q) if window is None else window)
 
 
 def _call(name: str, dtype: torch.dtype, *arguments) -> None:
@@ -54,7 +57,7 @@ class _VectorAttention(torch.autograd.Function):
     """Keeps q, k, v, the output, and of each query the logarithm of its sum of exponentials."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
         q = contiguous_vectors(q)
         k = contiguous_vectors(k)
         v = contiguous_vectors(v)
@@ -62,11 +65,10 @@ class _VectorAttention(torch.autograd.Function):
         s, b, n, _ = q.shape
         log_sums = torch.empty(b, n, -(-s // BLOCK) * BLOCK)
         addresses = [t.data_ptr() for t in (q, k, v, out, log_sums)]
-        _call(
-            "forward", q.dtype, addresses, [t.stride()[:3] for t in (q, k, v)], sizes(q, k), scale
-        )
+        steps = [t.stride()[:3] for t in (q, k, v)]
+        _call("forward", q.dtype, addresses, steps, sizes(q, k), window, scale)
         ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.scale = scale
+        ctx.options = window, scale
         return out
 
     @staticmethod
@@ -77,12 +79,6 @@ class _VectorAttention(torch.autograd.Function):
         grad_out = contiguous_vectors(grad_out.to(q.dtype))
         tensors = [q, k, v, grad_out, out, log_sums.unsqueeze(-1), *grads]
         addresses = [t.data_ptr() for t in tensors]
-        _call(
-            "backward",
-            q.dtype,
-            addresses,
-            [t.stride()[:3] for t in tensors],
-            sizes(q, k),
-            ctx.scale,
-        )
-        return *grads, None
+        steps = [t.stride()[:3] for t in tensors]
+        _call("backward", q.dtype, addresses, steps, sizes(q, k), *ctx.options)
+        return *grads, None, None

@@ -1,6 +1,6 @@
 """Torch's flash kernel on CUDA where its public entrance does not lead: attention with reproducible
-dropout, and inside documents. One operation (`megatron::flash_attention`), so that a compiled layer
-seeds the generator too."""
+dropout, and inside documents or windows. One operation (`megatron::flash_attention`), so that a
+compiled layer seeds the generator too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLERANCE = 0.05  # between two kernels of 16 bits
 # The arguments begin as those of torch's _flash_attention_forward.
 LIBRARY.define(
     "flash_attention(Tensor q, Tensor k, Tensor v, Tensor? ends, Tensor? ends_k, int s, int s_k, "
-    "float p, float scale, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)"
+    "float p, float scale, int? before, Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -44,12 +44,18 @@ def _forward(  # noqa: PLR0913 (as the operation)
     s_k: int,
     p: float,
     scale: float,
+    before: int | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, ...]:
     with contextlib.nullcontext() if seed is None else devices.kernel_seed(q.device, seed):
         return torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends_k, s, s_k, p, True, False, scale=scale
+            q, k, v, ends, ends_k, s, s_k, p, True, False, scale=scale, **_window(before)
         )[:4]
+
+
+def _window(before: int | None) -> dict[str, int]:
+    """The arguments for so many positions before each one; None for all."""
+    return {} if before is None else {"window_size_left": before, "window_size_right": 0}
 
 
 LIBRARY.impl("flash_attention", _forward, "CompositeExplicitAutograd")
@@ -64,30 +70,30 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, ends, p, scale, seed = args
+        *tensors, ends, p, scale, before, seed = args
         s = len(tensors[0])
         q, k, v = (t.transpose(0, 1) if ends is None else _row_of_samples(t) for t in tensors)
         out, lse, state, unused = torch.ops.megatron.flash_attention(
-            q, k, v, ends, ends, s, s, p, scale, seed
+            q, k, v, ends, ends, s, s, p, scale, before, seed
         )
         ctx.save_for_backward(q, k, v, out, lse, state, unused, ends)
-        ctx.options = s, p, scale
+        ctx.options = s, p, scale, before
         return out.transpose(0, 1) if ends is None else arranged(_positions(out, s), False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         q, k, v, out, lse, state, unused, ends = ctx.saved_tensors
-        s, p, scale = ctx.options
+        s, p, scale, before = ctx.options
         if ends is None:  # torch would copy both, slowly
             grad, out = (arranged(t, True).transpose(0, 1) for t in (grad, out.transpose(0, 1)))
         else:
             grad = _row_of_samples(grad)
         tensors = grad, q, k, v, out, lse
         grads = torch.ops.aten._flash_attention_backward(
-            *tensors, ends, ends, s, s, p, True, state, unused, scale=scale
+            *tensors, ends, ends, s, s, p, True, state, unused, scale=scale, **_window(before)
         )
         grads = (t.transpose(0, 1) if ends is None else _positions(t, s) for t in grads)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def _row_of_samples(x: Tensor) -> Tensor:
@@ -104,9 +110,9 @@ def _positions(row: Tensor, s: int) -> Tensor:
 def unavailable_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, compiled: bool = False
 ) -> str | None:
-    """Why this kernel cannot take dropout or documents here; None if it can. The meta device
-    (--dry-run --trace) stands for CUDA. In a graph (`compiled`) the layer has asked, and keeps what
-    it cannot take outside."""
+    """Why this kernel cannot take dropout, documents and windows here; None if it can. The meta
+    device (--dry-run --trace) stands for CUDA. In a graph (`compiled`) the layer has asked, and
+    keeps what it cannot take outside."""
     if compiled and dtype != torch.float64:
         return None
     if device.type not in ("cuda", "meta"):
@@ -129,7 +135,8 @@ def flash_attention(
     dropout_seed: int | Tensor | None = None,
 ) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
-    [b, s] if there are any. `dropout_seed`: as of kernels/dropout.py.
+    [b, s] if there are any, and inside the window of the spec. `dropout_seed`: as of
+    kernels/dropout.py.
 
     Dao 2023 (FlashAttention-2). The kernel draws dropout masks from the device's generator, which
     gets `seed` before, and backward draws them again from the state it had: the mask is a pure
@@ -138,7 +145,8 @@ def flash_attention(
     """
     ends = None if document_ids is None else cumulative_lengths(document_ids)
     seed = torch.as_tensor(dropout_seed) if spec.dropout else None
-    return _FlashAttention.apply(q, k, v, ends, spec.dropout, spec.scale, seed)
+    before = None if spec.window is None else spec.window - 1
+    return _FlashAttention.apply(q, k, v, ends, spec.dropout, spec.scale, before, seed)
 
 
 @cache

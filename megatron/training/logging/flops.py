@@ -1,10 +1,10 @@
 """Floating-point operations of one pass over tokens, counted in integers from shapes.
 
-Convention: a multiply and an add are 2 operations; only GEMMs count; attention counts the
-FULL s x s square (as Megatron's 2024 formula and most papers do), although a causal kernel does
-about half of it; backward is twice forward; recompute is not part of the model's FLOPs. TFLOP/s
-printed under another convention cannot be compared. Of a script's own model only parameters are
-counted: 2 operations forward of each, for a token.
+Convention: a multiply and an add are 2 operations; only GEMMs count; attention counts the FULL s x
+s square (as Megatron's 2024 formula and most papers do), although a causal kernel does about half
+of it, and s x w with a sliding window of w tokens; backward is twice forward; recompute is not part
+of the model's FLOPs. TFLOP/s printed under another convention cannot be compared. Of a script's own
+model only parameters are counted: 2 operations forward of each, for a token.
 """
 
 from __future__ import annotations

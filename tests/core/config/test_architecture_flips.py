@@ -41,6 +41,16 @@ DENSE: dict[str, dict[str, Any]] = {
     "gpt": dict(bias_gelu_fusion=False),
     "muP": dict(bias_gelu_fusion=False, use_mup=True, mup_base_hidden_size=8),
     "llama": LLAMA,
+    "windows, yarn": LLAMA
+    | dict(
+        use_rope_scaling=False,
+        window_size=(3, 0),
+        window_attn_skip_freq="2",
+        rope_type="yarn",
+        rotary_scaling_factor=8.0,
+        original_max_position_embeddings=16,
+        mscale_all_dim=0.5,
+    ),
     "olmo": LLAMA
     | dict(no_pre_layernorm=True, post_self_attn_layernorm=True, post_mlp_layernorm=True),
 }
@@ -80,6 +90,15 @@ OTHER: dict[str, Any] = dict(
     rotary_seq_len_interpolation_factor=4,
     rope_scaling_factor=2.0,
     no_rope_freq="2",
+    window_size=(3, 0),
+    window_attn_skip_freq="2",
+    window_rotary_base=500,
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=8,
+    beta_fast=2.0,
+    beta_slow=0.5,
+    mscale=2.0,
+    mscale_all_dim=1.0,
     make_vocab_size_divisible_by=8,
     norm_epsilon=1e-2,
     embedding_multiplier=2.0,

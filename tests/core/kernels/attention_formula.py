@@ -34,13 +34,16 @@ def documents(s: int, b: int = 2) -> torch.Tensor:
     return ids
 
 
-def formula(q, k, v, ids=None, factors=None) -> torch.Tensor:
-    """The definition, with whole [b, n, s, s] matrices, differentiable, in fp64."""
+def formula(q, k, v, ids=None, factors=None, window=None) -> torch.Tensor:
+    """The definition, with whole [b, n, s, s] matrices, differentiable, in fp64. `window`: a
+    position sees itself and the `window` - 1 before it."""
     s, _, n, _ = q.shape
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(n // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q, k) * SCALE
     hidden = torch.arange(s)[None, :] > torch.arange(s)[:, None]
+    if window is not None:
+        hidden = hidden | (torch.arange(s)[:, None] - torch.arange(s) >= window)
     if ids is not None:
         hidden = hidden | (ids[:, None, :, None] != ids[:, None, None, :])
     probs = torch.where(hidden, -torch.inf, scores).softmax(-1)

@@ -45,20 +45,24 @@ def formula(q, k, v, scale, hidden) -> torch.Tensor:
     return torch.einsum("bnij,bjnd->bind", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-def later(s: int, device: torch.device | None = None) -> torch.Tensor:
-    """What causal attention hides."""
-    return torch.ones(s, s, dtype=torch.bool, device=device).triu(1)
+def later(s: int, device: torch.device | None = None, window=(-1, -1)) -> torch.Tensor:
+    """What causal attention hides, and what is more than window[0] positions before."""
+    hidden = torch.ones(s, s, dtype=torch.bool, device=device)
+    if window[0] < 0:
+        return hidden.triu(1)
+    assert window[1] == 0, window
+    return hidden.triu(1) | hidden.tril(-1 - window[0])
 
 
-def of_documents(q, k, v, scale, ends) -> torch.Tensor:
+def of_documents(q, k, v, scale, ends, window=(-1, -1)) -> torch.Tensor:
     """q [t, n, d], k and v [t, g, d], each document between two of `ends` by itself."""
     if ends.is_meta:  # a tensor without values: one document
-        return formula(q[None], k[None], v[None], scale, later(len(q), q.device))[0]
+        return formula(q[None], k[None], v[None], scale, later(len(q), q.device, window))[0]
     assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(q), ends
     spans = list(zip(ends.tolist(), ends.tolist()[1:], strict=False))
     return torch.cat(
         [
-            formula(q[None, i:j], k[None, i:j], v[None, i:j], scale, later(j - i))[0]
+            formula(q[None, i:j], k[None, i:j], v[None, i:j], scale, later(j - i, None, window))[0]
             for i, j in spans
         ]
     )
@@ -80,7 +84,7 @@ def flash_attn_func(
 ):
     assert causal and dropout_p == 0.0
     CALLS.append(("flash_attn_func", {"deterministic": deterministic}))
-    return formula(q, k, v, softmax_scale, later(q.shape[1], q.device))
+    return formula(q, k, v, softmax_scale, later(q.shape[1], q.device, window_size))
 
 
 def flash_attn_varlen_func(
@@ -105,7 +109,7 @@ def flash_attn_varlen_func(
     assert max_seqlen_q == max_seqlen_k
     assert q.is_meta or max_seqlen_q >= int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
     CALLS.append(("flash_attn_varlen_func", {"deterministic": deterministic}))
-    return of_documents(q, k, v, softmax_scale, cu_seqlens_q)
+    return of_documents(q, k, v, softmax_scale, cu_seqlens_q, window_size)
 
 
 def flash_attn() -> list[ModuleType]:
@@ -349,6 +353,7 @@ class DotProductAttention(nn.Module):
         self.scale = softmax_scale
         self.qkv_format = qkv_format
         self.attn_mask_type = attn_mask_type
+        self.window = window_size or (-1, -1)
 
     def forward(
         self,
@@ -381,10 +386,11 @@ class DotProductAttention(nn.Module):
                 and cu_seqlens_q is cu_seqlens_kv
                 and max_seqlen_q == max_seqlen_kv
             )
-            return of_documents(q, k, v, self.scale, cu_seqlens_q).flatten(-2)
+            return of_documents(q, k, v, self.scale, cu_seqlens_q, self.window).flatten(-2)
         assert form == "sbhd" and mask == "causal"
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        return formula(q, k, v, self.scale, later(q.shape[1], q.device)).transpose(0, 1).flatten(-2)
+        hidden = later(q.shape[1], q.device, self.window)
+        return formula(q, k, v, self.scale, hidden).transpose(0, 1).flatten(-2)
 
 
 class autocast:  # noqa: N801

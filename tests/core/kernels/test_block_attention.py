@@ -210,8 +210,8 @@ def test_which_kernel_runs(device, dtype, d, p, documents, expected):
 
 def test_what_no_kernel_of_blocks_has_is_refused():
     q, k, v, _ = inputs(9)
-    spec = dataclasses.replace(AttentionSpec.of(q, k, v, SCALE), window=3)
-    with pytest.raises(ValueError, match="sliding windows"):
+    spec = dataclasses.replace(AttentionSpec.of(q, k, v, SCALE), softcap=3.0)
+    with pytest.raises(ValueError, match="soft-capped scores"):
         block_attention(q, k, v, module.Block(spec))
 
 

@@ -40,12 +40,14 @@ def test_where_documents_begin():
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("with_documents", [False, True])
-def test_flash_attn_is_the_formula(libraries, groups, with_documents):
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_flash_attn_is_the_formula(libraries, groups, with_documents, window):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
+    spec = AttentionSpec.of(*tensors, SCALE, window=window)
     assert_same(
-        lambda *t: flash_attention.flash_attention(*t, AttentionSpec.of(*t, SCALE), ids),
-        lambda *t: formula(*t, ids=ids),
+        lambda *t: flash_attention.flash_attention(*t, spec, ids),
+        lambda *t: formula(*t, ids=ids, window=window),
         tensors,
         grad,
         **CLOSE,
@@ -68,13 +70,18 @@ def test_deterministic_mode_reaches_flash_attn(libraries):
 
 @pytest.mark.parametrize("groups", [4, 2])
 @pytest.mark.parametrize("with_documents", [False, True])
-def test_transformer_engines_attention_is_the_formula(libraries, groups, with_documents):
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_transformer_engines_attention_is_the_formula(libraries, groups, with_documents, window):
     *tensors, grad = inputs(g=groups)
     ids = cut(21) if with_documents else None
-    spec = AttentionSpec.of(*tensors, SCALE, documents=with_documents)
+    spec = AttentionSpec.of(*tensors, SCALE, documents=with_documents, window=window)
     attention = transformer_engine.TransformerEngine().attention(spec)
     assert_same(
-        lambda *t: attention(*t, spec, ids), lambda *t: formula(*t, ids=ids), tensors, grad, **CLOSE
+        lambda *t: attention(*t, spec, ids),
+        lambda *t: formula(*t, ids=ids, window=window),
+        tensors,
+        grad,
+        **CLOSE,
     )
 
 

@@ -35,8 +35,8 @@ def mine(rank, world, *tensors):
     ]
 
 
-def ring(q, k, v, cp, dropout=0.0, document_ids=None, **more):
-    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None)
+def ring(q, k, v, cp, dropout=0.0, document_ids=None, window=None, **more):
+    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None, window)
     return ring_attention(q, k, v, spec, document_ids, cp=cp, **more)
 
 
@@ -57,9 +57,9 @@ def whole(parts):
     return torch.cat([first for first, _ in chunks] + [second for _, second in reversed(chunks)])
 
 
-def expected(shape, ids):
+def expected(shape, ids, window=None):
     q, k, v, grad = inputs(*shape)
-    out = formula(q, k, v, ids)
+    out = formula(q, k, v, ids, window=window)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
 
 
@@ -91,6 +91,28 @@ def test_values_and_gradients_of_one_process(world):
     for i, (shape, _, ids, _) in enumerate(jobs):
         for parts, wanted in zip(
             zip(*(result[i] for result in results), strict=True), expected(shape, ids), strict=True
+        ):
+            torch.testing.assert_close(whole(parts), wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 8))]
+)
+def test_windows(world):
+    """Shorter than a part, ending at and beside the borders of chunks, wider than several chunks;
+    both ways of communication, with and without documents."""
+    shape = (40 * world, 2, 4, 2, 8)
+    jobs = [
+        (shape, torch.float64, ids, {"comm_type": way, "window": window})
+        for window in (1, 2, 9, 10, 11, 19, 20, 21, 22, 50, 40 * world - 1)
+        for ids in (None, documents(shape[0], shape[1]))
+        for way in COMM_TYPES
+    ]
+    results = run_ranks(world, ranks_attend, jobs)
+    for i, (_, _, ids, more) in enumerate(jobs):
+        exact = expected(shape, ids, more["window"])
+        for parts, wanted in zip(
+            zip(*(result[i] for result in results), strict=True), exact, strict=True
         ):
             torch.testing.assert_close(whole(parts), wanted, **CLOSE)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron.parallel.context import Axis
-from megatron.parallel.zigzag import PARTS, chunks_of, my_chunks, part_rows, tiles
+from megatron.parallel.zigzag import PARTS, chunks_of, my_chunks, part_rows, tiles, tiles_in_window
 
 SIZES = [(cp, chunk) for cp in (1, 2, 3, 4, 8) for chunk in (1, 2, 3, 5, 8)]
 
@@ -45,6 +45,31 @@ def test_tiles_cover_what_a_causal_mask_lets_through_once(cp, chunk):
                     mask = torch.ones(len(rows), len(columns), dtype=torch.int64)
                     seen[rows[:, None], columns] += mask.tril() if tile.causal else mask
     assert torch.equal(seen, torch.ones(s, s, dtype=torch.int64).tril())
+
+
+@pytest.mark.parametrize("cp, chunk", SIZES)
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 100])
+def test_tiles_in_a_window_have_all_of_it_and_nothing_that_is_wholly_outside(cp, chunk, window):
+    s = 2 * cp * chunk
+    positions = [chunks_of(torch.arange(s), rank, cp, dim=0) for rank in range(cp)]
+    seen = torch.zeros(s, s, dtype=torch.int64)
+    for rank in range(cp):
+        for source in range(cp):
+            for part in PARTS:
+                keys = positions[source]
+                if source != rank:
+                    keys = torch.cat([keys[rows] for rows in part_rows(chunk, part)])
+                for tile in tiles_in_window(rank, source, chunk, part, cp, window):
+                    rows = positions[rank][tile.queries]
+                    columns = keys[tile.keys]
+                    back = rows[:, None] - columns
+                    assert back[0, 0] == tile.distance
+                    assert rows.diff().eq(1).all() and columns.diff().eq(1).all()
+                    visible = (back >= 0) & (back < window)
+                    assert visible.any() and (tile.causal or back.min() > 0)
+                    seen[rows[:, None], columns] += visible.long()
+    back = torch.arange(s)[:, None] - torch.arange(s)
+    assert torch.equal(seen, ((back >= 0) & (back < window)).long())
 
 
 @pytest.mark.parametrize("cp, chunk", SIZES)

@@ -64,6 +64,14 @@ OPTIONS = (
     "--logits-scaling",
     "0.7",
 )
+# Sliding windows in two of three layers, wider than a chunk of cp2 and not a multiple of anything, with
+# a rotary base of their own; the layer between has YaRN.
+WINDOW = ("--window-size", "8", "0")
+WINDOWS = (
+    *(*LLAMA, "--num-layers", "3", *WINDOW, "--window-attn-skip-freq", "[1,0,1]"),
+    *("--window-rotary-base", "500", "--rope-type", "yarn", "--rotary-scaling-factor", "4"),
+    *("--original-max-position-embeddings", "16"),
+)
 # Norms behind attention and MLP only, and norms of all heads together (OLMo 2).
 OLMO = (
     *LLAMA,
@@ -203,6 +211,7 @@ CASES = {
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2")),
     "pp2": Case(GPT2, 2, (PP, "2")),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP)),
+    "cp2 tp2 sp, windows": Case(WINDOWS, 4, (CP, "2", TP, "2", SP)),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
     ),
@@ -257,6 +266,12 @@ CAMPAIGN = {
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
     "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
+    "tp2 sp, windows": Case(WINDOWS, 2, (TP, "2", SP)),
+    "cp4, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4")),
+    "cp2, windows, all_gather": Case(WINDOWS, 2, (CP, "2", *GATHER), only=SELECTIVE),
+    "dp2, distributed optimizer, overlap, windows": Case(WINDOWS, 2, OVERLAP),
+    "pp3, windows": Case(WINDOWS, 3, (PP, "3")),
+    "cp2 ep2, windows, experts": Case((*MOE, *WINDOW), 2, (CP, "2", EP, "2", *A2A)),
     "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
     "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
     "cp2, experts, capacity by position": Case(

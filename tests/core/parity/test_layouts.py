@@ -48,6 +48,7 @@ from tests.core.parity.layouts import (
     SWEEP,
     TP,
     UNTIED,
+    WINDOWS,
     Case,
     argv,
     saved,
@@ -408,6 +409,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
     ("model", "before", "written_by", "layouts"),
     [
         (
+            WINDOWS,
+            (CP, "2"),
+            "2 ranks (context 2)",
+            ((1, ()), (4, (TP, "2", SP, CP, "2")), (3, (PP, "3"))),
+        ),
+        (
             MOE,
             (TP, "2", SP),
             "2 ranks (tensor 2)",
@@ -426,9 +433,9 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             ((4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)), (4, (ETP, "4", TP, "2", SP))),
         ),
     ],
-    ids=["tp", "ep", "etp"],
+    ids=["windows", "tp", "ep", "etp"],
 )
-def test_experts_saved_in_one_layout_resume_in_another(
+def test_a_run_saved_in_one_layout_resumes_in_another(
     model, before, written_by, layouts, data, tmp_path
 ):
     flags = argv(data, model, LAST, "--fp64")

@@ -426,7 +426,7 @@ def test_a_file_outside_of_the_script_s_folder_is_not_read(tmp_path, capsys):
         assert "root:" not in out + err
 
 
-def test_yarn_is_refused_and_plain_rotary_positions_are_not(tmp_path):
-    for value, code in (("yarn", 1), ("rope", 0)):
+def test_the_types_of_rotary_positions(tmp_path):
+    for value, code in (("yarn", 0), ("rope", 0), ("su", 1)):
         path = launch(tmp_path, "--rope-type", value, program="pretrain_gpt.py")
         assert check_script.main([str(path)]) == code

@@ -40,6 +40,8 @@ NEEDS = [(flag, index) for flag in FLAGS.values() for index in range(len(flag.ne
 VALUES = {
     "moe_layer_freq": "[0,1]",
     "no_rope_freq": "[0,1]",
+    "window_attn_skip_freq": "[0,1]",
+    "window_size": "3,0",
     "split": "80,10,10",
     "loss_scale_growth_factor": "3",
     "loss_scale_window": "3",

@@ -50,6 +50,15 @@ def configs(transformers):
         eos_token_id=2,
     )
     rope = {"rope_type": "default", "rope_theta": 1e6}
+    full, windows = "full_attention", "sliding_attention"
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.3,
+        "beta_fast": 4.0,
+    }
     experts = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40)
     return {
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(**gpt2)),
@@ -96,6 +105,32 @@ def configs(transformers):
         "qwen2": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, rope_parameters=rope)),
         "qwen2 tied": (t.Qwen2ForCausalLM, t.Qwen2Config(**_LLAMA, tie_word_embeddings=True)),
         "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config(**_LLAMA, head_dim=24, rope_parameters=rope)),
+        "llama yarn": (t.LlamaForCausalLM, t.LlamaConfig(**_LLAMA, rope_parameters=dict(yarn))),
+        "mistral windows": (t.MistralForCausalLM, t.MistralConfig(**_LLAMA, sliding_window=5)),
+        "ministral windows": (
+            t.MinistralForCausalLM,
+            t.MinistralConfig(
+                **_LLAMA,
+                head_dim=16,
+                sliding_window=6,
+                layer_types=[windows, full] * 2,
+                rope_parameters=rope,
+            ),
+        ),
+        "qwen2 windows": (
+            t.Qwen2ForCausalLM,
+            t.Qwen2Config(**_LLAMA, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+        ),
+        "olmo3 windows": (
+            t.Olmo3ForCausalLM,
+            t.Olmo3Config(
+                **_LLAMA, sliding_window=8, rope_parameters={full: dict(yarn), windows: rope}
+            ),
+        ),
+        "exaone4 windows": (
+            t.Exaone4ForCausalLM,
+            t.Exaone4Config(**_LLAMA, sliding_window=9, sliding_window_pattern=2),
+        ),
         "exaone4 without windows": (
             t.Exaone4ForCausalLM,
             t.Exaone4Config(**_LLAMA, sliding_window=None, layer_types=["full_attention"] * 4),

@@ -79,7 +79,6 @@ def test_what_the_model_is_made_of_is_read_in_every_release(letters, args, model
 
 
 REFUSED = {
-    "window_size": [128, 0],
     "softmax_type": "off-by-one",
     "multi_latent_attention": True,
     "quick_geglu": True,
@@ -89,7 +88,7 @@ REFUSED = {
     "mtp_num_layers": 1,
     "is_hybrid_model": True,
     "hybrid_override_pattern": "M*-",
-    "position_embedding_type": "yarn",
+    "position_embedding_type": "mrope",
     "modelopt_enabled": True,
     "compression_training": True,
     "num_experts_switch": 8,
@@ -188,3 +187,25 @@ def test_an_export_has_the_layers_without_rotary_positions_and_no_gelu_that_core
     with pytest.raises(ConversionError, match="--openai-gelu"):
         args_for(model, {}, experts=False)
     assert args_for(model, {}, experts=False, kind="legacy")["openai_gelu"]
+
+
+def test_windows_and_yarn_go_to_megatrons_arguments_and_back():
+    """Its plain attention reads yarn_* alone; --rope-type and names without are of latent
+    attention."""
+    flags = dict(
+        window_size=(127, 0),
+        window_attn_skip_freq="2",
+        position_embedding_type="rope",
+        rope_type="yarn",
+        rotary_scaling_factor=8.0,
+        mscale_all_dim=0.5,
+    )
+    model = ModelConfig(**SIZES, **flags)
+    args = args_for(model, {}, experts=False)
+    assert args["window_attn_skip_freq"] == [1, 0, 1, 0]
+    assert args["position_embedding_type"] == "yarn" and args["yarn_rotary_scaling_factor"] == 8.0
+    back = ModelConfig(**flags_from(args | {"rotary_scaling_factor": 1.0}, "args"))
+    assert back.yarn == model.yarn and back.window == 128
+    assert back.full_attention_layers == [1, 3]
+    latent = flags_from(args | {"position_embedding_type": "rope", "rope_type": "yarn"}, "args")
+    assert ModelConfig(**latent).yarn is None

@@ -113,8 +113,10 @@ def test_families_that_read_rotary_keys_of_their_own_do_here_or_are_refused(fami
         except ConversionError:
             continue
         expected = theirs(table).rope_parameters
-        assert expected.get("sliding_attention") == expected.get("full_attention"), table
+        windows = expected.get("sliding_attention")
         expected = expected.get("full_attention", expected)
+        if windows is not None:
+            assert model.window_base == (None if windows == expected else windows["rope_theta"])
         assert model.rotary_base == expected["rope_theta"], table
         assert model.rotary_percent == (expected.get("partial_rotary_factor") or 1), table
         assert model.use_rope_scaling == (expected["rope_type"] == "llama3"), table
@@ -131,7 +133,6 @@ def test_families_that_read_rotary_keys_of_their_own_do_here_or_are_refused(fami
         ("gpt_neox", {"rotary_emb_base": 5, "rope_theta": 777}, "rope_theta"),
         ("apertus", {"rope_theta": 777.0}, "rope_theta"),
         ("olmo3", {"rope_parameters": PARAMETERS[2]}, "rope_parameters"),
-        ("olmo3", {"rope_theta": 777.0}, "rope_theta"),
         ("olmo3", {"rope_parameters": {"sliding_attention": SCALINGS[4]}}, "rope_parameters"),
         ("olmo3", {"rope_parameters": {"full_attention": [1]}}, "rope_parameters"),
         ("qwen3_moe", {"num_experts": 4, "num_local_experts": 8}, "num_experts"),
@@ -183,35 +184,28 @@ def window_of(config) -> int | None:
     return config.sliding_window if "sliding_attention" in config.layer_types else None
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_window_that_some_layer_has_is_never_silently_full_attention(family):
-    refused = 0
+@pytest.mark.parametrize("family", ["mistral", "ministral", "qwen2", "qwen3"])
+def test_the_window_of_each_layer_is_transformers(family):
+    """... which counts the token itself; a window as long as the context is none."""
+    some = 0
     for window, positions, use, first in itertools.product(
         (ABSENT, None, 8, 8192), (4096, 8192), (ABSENT, True, False), (ABSENT, 0, 3, 4)
     ):
         table = table_of(family, sliding_window=window, max_position_embeddings=positions)
-        if family != "mistral":
-            table = table_of(
-                family,
-                sliding_window=window,
-                max_position_embeddings=positions,
-                use_sliding_window=use,
-                max_window_layers=first,
-            )
-        found = window_of(theirs(table))
-        if found is None or found >= positions:
-            assert ours(table).max_position_embeddings == positions
-            continue
-        refused += 1
-        with pytest.raises(
-            ConversionError, match=f"sliding_window {found} .*--max-position-embeddings {found}"
-        ):
-            ours(table)
-        assert (
-            read_config(Keys(table, "config.json"), max_positions=found)[1].max_position_embeddings
-            == found
-        )
-    assert refused >= 3
+        if "qwen" in family:
+            table |= {"use_sliding_window": use, "max_window_layers": first}
+            table = {key: value for key, value in table.items() if value is not ABSENT}
+        config = theirs(table)
+        types = getattr(config, "layer_types", None) or ["sliding_attention"] * 4
+        model = ours(table)
+        found = window_of(config)
+        short = found is not None and found < positions
+        assert model.window_size == ((found - 1, 0) if short else None)
+        assert [model.window_of(layer) for layer in range(4)] == [
+            found if short and kind == "sliding_attention" else None for kind in types
+        ]
+        some += short
+    assert some >= 3
 
 
 @pytest.mark.parametrize("family", LLAMA_LIKE)

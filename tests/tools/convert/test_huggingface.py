@@ -37,6 +37,12 @@ def edit_tensors(folder, change) -> None:
     safetensors.save_file(state, path, {"format": "pt"})
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 Q = "model.layers.1.self_attn.q_proj.weight"
 GATE = "model.layers.2.mlp.gate_proj.weight"
 BROKEN = {
@@ -106,8 +112,10 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         (
             "llama",
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "rope_parameters",
+            "original_max_position_embeddings",
         ),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": -1.0}}, "rope_parameters"),
+        ("llama", {"rope_parameters": YARN | {"beta_medium": 3.0}}, "rope_parameters.beta_medium"),
         (
             "llama",
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.5}},
@@ -132,17 +140,8 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         ),
         ("llama", {"hidden_size": -64}, "hidden_size is -64"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
-        ("mistral", {"sliding_window": 8}, "give --max-position-embeddings 8"),
-        (
-            "qwen2",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 3,
-                "layer_types": None,
-            },
-            "sliding_window 8",
-        ),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types"),
+        ("olmoe", {"sliding_window": 8}, "give --max-position-embeddings 8"),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
@@ -153,21 +152,10 @@ def test_old_gpt2_files_without_prefix_and_with_masks(tmp_path, convert):
         ("phi3", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers [1, 0]"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
-        ("olmo3", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, "rope_scaling"),
-        (
-            "olmo3",
-            {
-                "rope_parameters": {
-                    "full_attention": {"rope_theta": 500000.0},
-                    "sliding_attention": {"rope_theta": 10000.0},
-                }
-            },
-            "rope_parameters",
-        ),
+        ("olmo3", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN}}, "rope_parameters"),
         ("exaone4", {"layer_types": ["sliding_attention"]}, "layer_types"),
-        ("exaone4", {"sliding_window": 8}, "give --max-position-embeddings 8"),
         ("apertus", {"hidden_act": "silu"}, 'hidden_act "silu"'),
-        ("starcoder2", {"sliding_window": 8}, "give --max-position-embeddings 8"),
         ("gpt_bigcode", {"num_key_value_heads": 2}, "num_key_value_heads 2"),
         # transformers' Phi-3 and StarCoder2 have the window in every layer, whatever this key says
         ("phi3", {"sliding_window": 8, "layer_types": ["full_attention"] * 4}, "layer_types"),

@@ -38,9 +38,20 @@ CHOICES: tuple[Sequence[Flags], ...] = (
         {"rotary_seq_len_interpolation_factor": 4},
         {"use_rope_scaling": True, "rope_scaling_factor": 4.0},
         {"use_rope_scaling": False},
+        {
+            "use_rope_scaling": False,
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
     ],
     [{"rotary_percent": share} for share in (0.5, 1.0)],
     [{"no_rope_freq": "2"}],
+    [
+        {"window_size": (4, 0)},
+        {"window_size": (4, 0), "window_attn_skip_freq": "2"},
+        {"window_size": (4, 0), "window_attn_skip_freq": "2", "no_rope_freq": "2"},
+    ],
     [{"rotary_interleaved": choice} for choice in (False, True)],
     [{"position_embedding_type": kind} for kind in ("rope", "none")],
     [{"group_query_attention": groups != 4, "num_query_groups": groups} for groups in (1, 2, 4)],
@@ -89,7 +100,7 @@ BASES = {
     )
     for name in REMOTE
 }
-NOT_REMOTE = {"rotary_seq_len_interpolation_factor", "use_rope_scaling"}
+NOT_REMOTE = {"rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_type"}
 IDS_OF_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 TOLERANCE = 1e-4  # of the largest logit
 TABLE = json.loads(VERIFIED.read_text(encoding="utf-8")) if VERIFIED.exists() else {}
@@ -120,6 +131,7 @@ def base_of(name: str) -> ModelConfig:
         config["architectures"] = [FAMILIES[name].architecture]
         model = read_config(Keys(config, "config.json"))[1]
         model = replace(model, num_layers=3, moe_layer_freq="1", no_rope_freq=None)
+        model = replace(model, window_size=None, window_attn_skip_freq=None)
     for flags in NUMBERS:
         changed = with_flags(model, flags)
         if expressed(FAMILIES[name], changed):

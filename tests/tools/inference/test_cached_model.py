@@ -55,6 +55,18 @@ OPTIONS = {
         "qk_layernorm": True,
         "qk_layernorm_all_heads": True,
     },
+    "windows in two of three layers": {
+        **MODELS["llama"],
+        "num_layers": 3,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "[1,0,1]",
+        "window_rotary_base": 500,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "windows of one token": {**MODELS["llama"], "window_size": (0, 0)},
+    "a window of all but one token": {**MODELS["llama"], "window_size": (12, 0)},
     "xielu": {**MODELS["llama"], "swiglu": False, "xielu": True},
     "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
 }
@@ -108,6 +120,15 @@ def _on_two_ranks(rank: int, world: int) -> float:
 
 def test_logits_of_tensor_parallel_ranks():
     assert max(run_ranks(2, _on_two_ranks)) < 1e-13
+
+
+def test_no_more_than_the_window_is_kept():
+    flags = {"window_size": (3, 0), "window_attn_skip_freq": "[1,0,1]"}
+    cached = CachedModel(tiny_model(**MODELS["llama"], **flags), 2, 16)
+    cached.forward([TEXT, TEXT[:4]], [0, 0])
+    layers = cached.model.decoder.layers.values()
+    kept = [layer.self_attention.cache._tensors["keys"].shape[:2] for layer in layers]
+    assert kept == [(2, 4), (2, 16), (2, 4)]
 
 
 def test_logits_are_computed_of_the_last_position_only():

@@ -29,7 +29,10 @@ FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Causal attention; groups of query heads share a key and a value head."""
+    """Causal attention; groups of query heads share a key and a value head. window: how many
+    tokens, itself among them, a token sees, None for all before it."""
+
+    window: int | None = None
 
     scope = "self_attention"
     recomputed_as = "attention"  # only its core is recomputed by itself
@@ -61,7 +64,13 @@ class Attention(Mixer):
             "head_dim": self.head_dim,
             "value_dim": self.head_dim,
             "scale": self.model.attention_scale,
+            "window": self.window_in(self.model.seq_length),
         }
+
+    def window_in(self, length: int | None) -> int | None:
+        """The window in sequences of this length; None where it hides nothing of them."""
+        hides = self.window is not None and (length is None or self.window < length)
+        return self.window if hides else None
 
     @property
     def text(self) -> str:
@@ -70,7 +79,8 @@ class Attention(Mixer):
         heads = "1 head" if m.num_attention_heads == 1 else f"{m.num_attention_heads} heads"
         groups = m.query_groups
         shared = "" if groups == m.num_attention_heads else f" ({groups} key/value)"
-        return f"{heads}{shared} of {self.head_dim}"
+        window = "" if self.window is None else f", a window of {self.window}"
+        return f"{heads}{shared} of {self.head_dim}{window}"
 
     def refuses(self, f: Rules) -> Iterator[str]:
         """Heads that do not fit the width, the query groups, the ranks or flash-attn."""
@@ -78,6 +88,11 @@ class Attention(Mixer):
         yield from self._query_groups(f)
         yield from self._rotary(f)
         yield from self._tensor_parallel(f)
+        if f.ok("window_size") and f["window_size"][1]:
+            yield (
+                f"{f.say('window_size')}: no token sees later ones; the second number must be 0 "
+                "[value-out-of-range]"
+            )
         flash = f.config.attention_backend == f.config.kernels.attention == "flash"
         sized = f.ok("hidden_size", "num_attention_heads")
         if flash and sized and self.head_dim > FLASH_HEAD_DIM:
@@ -203,10 +218,10 @@ class Attention(Mixer):
         return 0
 
     def flops(self) -> Flops:
-        """Of the core the whole square of positions."""
+        """Of the core the whole square of positions, or its rows of a window."""
         m = self.model
         linear = 2 * m.hidden_size * 2 * (self.query + self.key)
-        return Flops(linear, 4 * m.seq_length * self.query)
+        return Flops(linear, 4 * (self.window_in(m.seq_length) or m.seq_length) * self.query)
 
     def saved(self, sizes: Sizes) -> int:
         """Queries, keys and values as the projection made them and as the core takes them, the
@@ -251,6 +266,8 @@ class Attention(Mixer):
         chunked = chunked and not flash or backend in ("local", "unfused")
         rows = sizes.tokens * heads * sizes.wide
         nbytes = rows if sizes.cp > 1 or not chunked else 0
+        if backend == "fused" and self.window_in(m.seq_length):
+            nbytes += m.seq_length**2 * sizes.itemsize  # a mask
         if backend == "unfused":
             nbytes += rows * m.seq_length * (3 if m.attention_dropout else 1)
         return nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from megatron.kernels.implementation import choose, lacking
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.rotary import ROTARY
 from megatron.model.blocks.attention.facts import Attention
-from megatron.model.blocks.cache import Cache
+from megatron.model.blocks.cache import Cache, WindowCache
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
 from megatron.model.norm import Norm
 from megatron.parallel.collectives import gather_sequence
@@ -79,7 +80,8 @@ class SelfAttention(BlockModule):
 
     def _implementation(self, ctx: ParallelContext, kernels: Kernels) -> Forward:
         if kernels.transformer_engine is not None and kernels.attention == "transformer_engine":
-            return kernels.transformer_engine.attention(self.spec(self.linear_qkv.weight))
+            spec = replace(self.spec(self.linear_qkv.weight), window=self.facts.window)
+            return kernels.transformer_engine.attention(spec)
         if self.cp.size == 1:
             return partial(functional.attention, requested=kernels.attention)
         from megatron.parallel.ring_attention import ring_attention
@@ -89,8 +91,9 @@ class SelfAttention(BlockModule):
     def spec(
         self, queries: torch.Tensor, dropout: float = 0.0, documents: bool = False
     ) -> AttentionSpec:
-        """What this layer asks of attention, in the dtype and on the device of `queries` [s,
+        """What this layer asks of attention, in the dtype and on the device of `queries` [s/cp,
         ...]."""
+        window = self.facts.window_in(len(queries) * self.cp.size)
         return AttentionSpec(
             queries.device,
             queries.dtype,
@@ -98,7 +101,7 @@ class SelfAttention(BlockModule):
             dropout=dropout,
             documents=documents,
             compiled=torch.compiler.is_compiling(),
-            **self.asked,
+            **self.asked | {"window": window},
         )
 
     def dropout_sites(self) -> dict[str, int]:
@@ -120,9 +123,12 @@ class SelfAttention(BlockModule):
     def new_cache(self, rows: int, length: int, dtype: torch.dtype) -> Cache:
         """Of keys and values."""
         weight = self.linear_qkv.weight
-        if why_not := lacking(self.spec(weight), frozenset()):
+        if why_not := lacking(self.spec(weight), frozenset({"window"})):
             raise ValueError(f"attention to cached keys {why_not}")
-        return Cache(self.facts.cache(self.tp.size), rows, length, dtype, weight.device)
+        shapes = self.facts.cache(self.tp.size)
+        if window := self.facts.window_in(length):
+            return WindowCache(shapes, rows, window, dtype, weight.device)
+        return Cache(shapes, rows, length, dtype, weight.device)
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s/cp, b, h] -> [s/cp, b, h]; with document_ids [b, s], whole, no position sees another
@@ -173,7 +179,7 @@ class SelfAttention(BlockModule):
         dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
         """The part without weights: q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]."""
-        if document_ids is None and dropout_seed is None:
+        if document_ids is None and dropout_seed is None and self.facts.window is None:
             return self.attend(q, k, v, None, None)
         return self.masked_core(q, k, v, document_ids, dropout_seed)
 
@@ -185,7 +191,7 @@ class SelfAttention(BlockModule):
         document_ids: torch.Tensor | None,
         dropout_seed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`core` inside documents, or with dropout of the probabilities."""
+        """`core` inside documents or a window, or with dropout of the probabilities."""
         return self.attend(q, k, v, document_ids, dropout_seed)
 
     def attend(
@@ -204,12 +210,12 @@ class SelfAttention(BlockModule):
     def attend_cached(
         self, cache: Cache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """To all keys of a sequence so far: q [s, b, n, d], k and v [s, b, g, d] of the tokens of
-        this call -> [s, b, n, d]."""
+        """To the keys of a sequence so far, or of its window: q [s, b, n, d], k and v [s, b, g, d]
+        of the tokens of this call -> [s, b, n, d]."""
         s, b, n, d = q.shape
-        tokens = cache.tokens
         k = cache.append("keys", k).transpose(1, 2)
         v = cache.append("values", v).transpose(1, 2)
+        visible, causal = cache.seen
         if s == 1:  # the query heads of a group as that many positions: nothing is repeated
             q = q.view(b, -1, self.queries_per_group, d)
         else:
@@ -218,8 +224,8 @@ class SelfAttention(BlockModule):
             q,
             k,
             v,
-            tokens.visible,
-            is_causal=tokens.causal,
+            visible,
+            is_causal=causal,
             scale=self.asked["scale"],
             enable_gqa=s > 1 and self.queries_per_group > 1,
         )

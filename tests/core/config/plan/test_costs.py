@@ -141,6 +141,10 @@ MODELS = {
         qk_layernorm=True,
         qk_layernorm_all_heads=True,
     ),
+    "windows": dict(window_size=(7, 0)),
+    "windows, bf16": LLAMA | dict(window_size=(7, 0), window_attn_skip_freq="2", bf16=True),
+    "windows, fp64": dict(window_size=(7, 0), fp64=True),
+    "windows, torch's fused attention": dict(window_size=(7, 0), attention_backend="fused"),
     "one matrix of scores": dict(attention_backend="unfused"),
     "one matrix of scores, GQA": LLAMA | dict(masked_softmax_fusion=False),
     "nothing fused": LLAMA
