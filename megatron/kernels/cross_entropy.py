@@ -42,7 +42,6 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     outputs: RowOutputs = NO_OUTPUTS,
-    chosen: Row | None = None,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
 
@@ -56,14 +55,12 @@ def cross_entropy(
     With `z_loss` (not with `smoothing`) backward adds the gradient of z_loss * logsumexp(row)^2,
     which the loss itself is without; that needs `outputs.log_z`.
 
-    `chosen`: of CROSS_ENTROPY (by default, the one for these logits).
-
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert not z_loss or (outputs.log_z is not None and not smoothing), (z_loss, smoothing)
     dtype = dtype or loss_dtype(logits)
-    ops = one_pass(logits, dtype, chosen)
+    ops = one_pass(logits, dtype)
     return _CrossEntropy.apply(logits, labels, vocab_size, dtype, ops, smoothing, z_loss, *outputs)
 
 
@@ -85,13 +82,12 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(wide, -1, out=None if logits.dtype == dtype else wide)
 
 
-def one_pass(logits: Tensor, dtype: torch.dtype, chosen: Row | None = None) -> ModuleType | None:
+def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
     """The module whose `row_losses` reads these logits and whose `loss_grad` overwrites them, the
     same computation in one pass over memory each: C++ or Triton."""
-    if chosen is None:
-        spec = spec_of(logits, other_maths=dtype != torch.float32)
-        chosen = choose(CROSS_ENTROPY, spec).implementation
-    return chosen.forward if logits.is_contiguous() else None
+    spec = spec_of(logits, other_maths=dtype != torch.float32)
+    forward = choose(CROSS_ENTROPY, spec).implementation.forward
+    return forward if logits.is_contiguous() else None
 
 
 def with_z_loss(grads: Tensor, z_loss: float, log_z: Tensor | None) -> Tensor:

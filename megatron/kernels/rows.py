@@ -3,16 +3,17 @@ C++, Triton, row blocks and torch can compute of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import pays_off
 from megatron.kernels.cuda import availability
-from megatron.kernels.implementation import Implementation
+from megatron.kernels.implementation import Implementation, choose
 
 NATIVE = "fused C++"
 ROW_BLOCKED = "row-blocked torch"
@@ -51,6 +52,29 @@ def spec_of(x: Tensor, **asked: bool) -> RowSpec:
     """That of an operation on `x`, here and now."""
     names = frozenset(name for name, wanted in asked.items() if wanted)
     return RowSpec(x.device, x.dtype, torch.compiler.is_compiling(), names)
+
+
+class RowModule(nn.Module):
+    """A module whose operations on rows are chosen when it is built, and again where it is cast or
+    moved."""
+
+    _operations: Mapping[str, tuple[Sequence[Row], RowSpec, Mapping[str, Any]]] = {}
+
+    def choose(
+        self, name: str, implementations: Sequence[Row], spec: RowSpec, **constants: Any
+    ) -> None:
+        """Make the attribute `name` the best of the implementations, with these arguments."""
+        self._operations = {**self._operations, name: (implementations, spec, constants)}
+        forward = choose(implementations, spec).implementation.forward
+        setattr(self, name, partial(forward, **constants) if constants else forward)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, (implementations, spec, constants) in self._operations.items():
+            x = fn(torch.empty(0, dtype=spec.dtype, device=spec.device))
+            spec = spec._replace(dtype=x.dtype, device=x.device)
+            self.choose(name, implementations, spec, **constants)
+        return self
 
 
 def no_cpp(spec: RowSpec) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -12,8 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.rope import Rope
 from megatron.kernels import functional
 from megatron.kernels.dropout import DROPOUT
-from megatron.kernels.implementation import choose
-from megatron.kernels.rows import spec_of
+from megatron.kernels.rows import RowModule, spec_of
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import VocabParallelEmbedding, embedding
@@ -38,8 +38,10 @@ class LearnedPositions(nn.Module):
         return self.weight[:length].unsqueeze(1)
 
 
-class Embedding(nn.Module):
+class Embedding(RowModule):
     """Word embedding, plus learned positions where the model has them, plus dropout."""
+
+    drop: Callable[..., torch.Tensor]
 
     def __init__(self, config: ModelConfig, params: ParameterFactory, ctx: ParallelContext):
         super().__init__()
@@ -49,7 +51,7 @@ class Embedding(nn.Module):
         self.word_factor, self.position_factor = config.embedding_factors
         self.dropout = config.hidden_dropout
         asked = spec_of(self.word_embeddings.weight)
-        self.drop = choose(DROPOUT, asked).implementation.forward
+        self.choose("drop", DROPOUT, asked)
         self.fp32 = config.fp32_residual_connection
         self.ctx = ctx
 

@@ -21,10 +21,8 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.cross_entropy import CROSS_ENTROPY, RowOutputs
-from megatron.kernels.implementation import choose
+from megatron.kernels.cross_entropy import RowOutputs
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.rows import spec_of
 from megatron.model.blocks.module import LayerInputs, Recompute
 from megatron.model.embedding import Embedding
 from megatron.model.layer import Decoder
@@ -117,11 +115,6 @@ class GPTModel(nn.Module):
             config, params.scope("decoder"), ctx, layers, last, kernels, dtype, device, recompute
         )
         self.output_layer = self._build_output_layer(config, params, kernels) if last else None
-        self.loss = None
-        if self.output_layer is not None:
-            in_fp16 = precision.fp16_lm_cross_entropy
-            asked = spec_of(self.output_layer.weight, other_maths=in_fp16)
-            self.loss = choose(CROSS_ENTROPY, asked).implementation
         self._check(
             count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size, "etp": ctx.etp.size}),
             {spec.name for spec in table},
@@ -236,7 +229,6 @@ class GPTModel(nn.Module):
             smoothing=smoothing,
             z_loss=z_loss,
             outputs=RowOutputs(correct, unsmoothed, log_z),
-            chosen=self.loss,
         )
         if metrics is None:
             return losses

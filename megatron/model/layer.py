@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from torch import nn
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.dropout import DROPOUT
-from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
+from megatron.kernels.rows import RowModule
 from megatron.model.blocks.block import (
     AFTER_MIXER,
     AFTER_MLP,
@@ -38,10 +39,12 @@ class Branch(NamedTuple):
     site: str
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(RowModule):
     """The blocks and norms of a layer's description, pre-norm (Radford et al. 2019): x +
     mixer(norm(x)), then x + mlp(norm(x)), with dropout on both branches. A branch may be without
     that norm, and may end with one."""
+
+    drop: Callable[..., torch.Tensor]
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class TransformerLayer(nn.Module):
         self.mixing = branch(spec.mixer, (BEFORE_MIXER, AFTER_MIXER, "attention_output"))
         self.feeding = branch(spec.mlp, (BEFORE_MLP, AFTER_MLP, "mlp_output"))
         asked = kernels.in_layers(next(self.parameters()))
-        self.drop = choose(DROPOUT, asked).implementation.forward
+        self.choose("drop", DROPOUT, asked)
 
     def _add_norm(
         self, name: str, config: ModelConfig, params: ParameterFactory, kernels: Kernels

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from megatron.config.model_flags import ModelFlags
-from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.norms import NORMS
+from megatron.kernels.rows import RowModule
 from megatron.parallel.sharding import ParameterFactory
 
 
-class Norm(nn.Module):
+class Norm(RowModule):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, as
     --normalization says."""
+
+    compute: Callable[..., torch.Tensor]
 
     def __init__(self, config: ModelFlags, params: ParameterFactory, kernels: Kernels):
         super().__init__()
@@ -24,8 +26,10 @@ class Norm(nn.Module):
         self.bias = params.optional("bias")
         spec = kernels.in_layers(self.weight, zero_centered=config.apply_layernorm_1p)
         # (x [..., width], weight [width], bias [width] where the norm has one) -> [..., width]
-        self.compute = partial(
-            choose(NORMS[config.normalization], spec).implementation.forward,
+        self.choose(
+            "compute",
+            NORMS[config.normalization],
+            spec,
             eps=config.norm_epsilon,
             zero_centered=config.apply_layernorm_1p,
         )

@@ -21,7 +21,6 @@ from megatron.kernels.cross_entropy import (
     row_chunks,
     with_z_loss,
 )
-from megatron.kernels.rows import Row
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
@@ -49,7 +48,6 @@ def parallel_cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     outputs: RowOutputs = NO_OUTPUTS,
-    chosen: Row | None = None,
     reduce: Reduce = all_reduce,
 ) -> Tensor:
     """As `kernels.cross_entropy`, for logits [n, v/tp]: column j holds id tp.rank * v/tp + j.
@@ -62,7 +60,7 @@ def parallel_cross_entropy(
     vocab_start = tp.rank * logits.shape[1]
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     dtype = dtype or loss_dtype(logits)
-    ops = one_pass(logits, dtype, chosen)
+    ops = one_pass(logits, dtype)
     loss = _Loss(dtype, smoothing, smoothing / vocab_size, z_loss, ops)
     return _ParallelCrossEntropy.apply(
         logits, labels - vocab_start, valid, loss, tp, reduce, *outputs

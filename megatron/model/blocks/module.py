@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from megatron.kernels.rows import RowModule
 from megatron.parallel.random import DropoutSeeds
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Recompute:
         return [*((i, i + 1, True) for i in range(recomputed)), (recomputed, layers, False)]
 
 
-class BlockModule(nn.Module, ABC):
+class BlockModule(RowModule, ABC):
     """A block of a layer. Its constructor takes the block's facts, `params` (ParameterFactory, of
     its scope), `ctx`, `number` (the global one of its layer), `kernels` and `recompute`.
 

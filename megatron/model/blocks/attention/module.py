@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch import nn
 from megatron.kernels import functional
 from megatron.kernels.attention_spec import AttentionSpec, Forward
 from megatron.kernels.cuda import torch_flash
-from megatron.kernels.implementation import choose, lacking
+from megatron.kernels.implementation import lacking
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.rotary import ROTARY
 from megatron.model.blocks.attention.facts import Attention
@@ -35,6 +36,8 @@ class SelfAttention(BlockModule):
     --apply-query-key-layer-scaling, which keeps half-precision scores in range, has nothing left to
     do.
     """
+
+    rotate: Callable[..., torch.Tensor]
 
     def __init__(
         self,
@@ -70,9 +73,7 @@ class SelfAttention(BlockModule):
 
         self.linear_qkv = ColumnParallelLinear.named("linear_qkv", params, ctx, kernels)
         rotary = kernels.rotary(self.linear_qkv.weight, config.rotary_interleaved)
-        self.rotate = partial(
-            choose(ROTARY, rotary).implementation.forward, interleaved=config.rotary_interleaved
-        )
+        self.choose("rotate", ROTARY, rotary, interleaved=config.rotary_interleaved)
         self.q_layernorm = head_norm("q_layernorm")
         self.k_layernorm = head_norm("k_layernorm")
         self.linear_proj = RowParallelLinear.named("linear_proj", params, ctx, kernels)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.config.model_flags import ModelFlags
 from megatron.kernels.activations import ACTIVATIONS
-from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.block import Block
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
@@ -17,13 +15,6 @@ from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.sharding import ParameterFactory
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def activation(config: ModelFlags, kernels: Kernels, weight: torch.Tensor) -> Activation:
-    """The function between the two matrices, other than xIELU, which is a module; gated ones take
-    [..., 2, ffn] and return [..., ffn]. `weight`: of the first matrix."""
-    name = config.activation
-    return choose(ACTIVATIONS[name], kernels.activation(name, weight)).implementation.forward
 
 
 class MLP(BlockModule):
@@ -51,7 +42,9 @@ class MLP(BlockModule):
         self.linear_fc1 = ColumnParallelLinear.named("linear_fc1", params, ctx, kernels)
         self.linear_fc2 = RowParallelLinear.named("linear_fc2", params, ctx, kernels)
         if config.activation != "xielu":
-            self.activation = activation(config, kernels, self.linear_fc1.weight)
+            # gated ones [..., 2, ffn] -> [..., ffn]
+            spec = kernels.activation(config.activation, self.linear_fc1.weight)
+            self.choose("activation", ACTIVATIONS[config.activation], spec)
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

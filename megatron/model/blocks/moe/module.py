@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from megatron.config.model_flags import ModelFlags
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
+from megatron.kernels.activations import ACTIVATIONS
 from megatron.kernels.dropout import jitter, seeded
 from megatron.kernels.grouped_linear import (
     Copies,
@@ -21,7 +23,8 @@ from megatron.kernels.grouped_linear import (
 )
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear_implementations import Gemms
-from megatron.model.blocks.mlp.module import MLP, activation
+from megatron.kernels.rows import RowModule
+from megatron.model.blocks.mlp.module import MLP
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, RouterStep, Seeds
 from megatron.model.blocks.moe.facts import MixtureOfExperts
 from megatron.parallel.collectives import (
@@ -369,8 +372,10 @@ class GroupedLinear(LinearLayer):
         return gemms.grouped_linear(x, weight, counts, main_grad, self.is_first, of=of, to=to)
 
 
-class Experts(nn.Module):
+class Experts(RowModule):
     """The MLPs of all experts, each split over etp as a dense one is over tp."""
+
+    activation: Callable[..., torch.Tensor]
 
     linear_fc1: GroupedLinear
     linear_fc2: GroupedLinear
@@ -389,7 +394,8 @@ class Experts(nn.Module):
         for name in ("linear_fc1", "linear_fc2"):
             scaling = params.scaling(name, experts=True)
             self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling, kernels))
-        self.activation = activation(config, kernels, self.linear_fc1.weight)
+        spec = kernels.activation(config.activation, self.linear_fc1.weight)
+        self.choose("activation", ACTIVATIONS[config.activation], spec)
 
     @property
     def in_one_call(self) -> bool:
