@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from megatron import device as devices
 from megatron.kernels.cpu import native
@@ -64,7 +65,7 @@ def linear_weight_grad(
     rows_out = grad_out.reshape(-1, grad_out.shape[-1])
     rows_in = x.reshape(-1, x.shape[-1])
     if dtype == x.dtype:
-        if accumulate_into is not None and torch.compiler.is_compiling():
+        if accumulate_into is not None and is_dynamo_compiling():
             return torch.ops.megatron.add_product_(accumulate_into, rows_out, rows_in)
         return _native_weight_grad(rows_out, rows_in, _as_matrix(accumulate_into))
     accumulate_into = _as_matrix(accumulate_into)
@@ -253,9 +254,10 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             total = ctx.accumulate_bias_into
             grad_bias = _bias_grad(rows, None if total is None else total.flatten())
-        dtype = compute_dtype(x)
-        if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
-            rows = rows.to(dtype)  # once for both GEMMs
+        if rows.dtype != x.dtype or x.dtype in LOW_PRECISION:
+            dtype = compute_dtype(x)
+            if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
+                rows = rows.to(dtype)  # once for both GEMMs
         if needs_x:
             grad_x = input_grad(rows, weight).view(*grad_out.shape[:-1], weight.shape[1])
             reduced = ctx.tp_comm.reduce(grad_x) if ctx.tp_comm else None
@@ -269,7 +271,7 @@ class _Linear(torch.autograd.Function):
 def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
     to `accumulate_into`."""
-    if len(rows) >= MANY_ROWS and fused_ops(rows.device, rows.dtype):
+    if rows.shape[0] >= MANY_ROWS and fused_ops(rows.device, rows.dtype):
         total = torch.ops.megatron.column_sums(rows).sum(0)
         return _added(total, accumulate_into, rows.dtype)
     if not native.runs(rows):

@@ -120,7 +120,8 @@ def _rms_norm_in_blocks(
 def _rms_norm_in_cpp(
     x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool
 ) -> Tensor:
-    return _NativeRmsNorm.apply(x, _widened(x, weight, zero_centered), eps)
+    wide = _widened(x, weight, True) if zero_centered else weight
+    return _NativeRmsNorm.apply(x, wide, eps)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

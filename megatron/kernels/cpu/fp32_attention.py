@@ -1,9 +1,11 @@
 """Causal attention on a CPU in fp32 arithmetic by this suite's C++ (fp32_attention.cpp)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from megatron.kernels.cpu.native import load_built
+from megatron.kernels.cpu import native
 from megatron.kernels.qkv import contiguous_vectors, gradients_like, sizes
 
 INTERFACE = 2
@@ -13,9 +15,8 @@ BLOCK = 32  # queries of a block in the C++
 LONGEST = {"AVX512": 8192, "AVX2": 4096}
 
 
-def load(capability: str):
-    """fp32_attention.cpp as built for this processor, or why there is none (a str)."""
-    return load_built("fp32_attention", INTERFACE, capability)
+# fp32_attention.cpp as built for a processor of this capability, or why there is none (a str).
+load = partial(native.load_built, "fp32_attention", INTERFACE)
 
 
 def unavailable_reason(
@@ -28,7 +29,7 @@ def unavailable_reason(
         return "only fp32 and bf16 on a CPU"
     if head_dim < 1:
         return "needs equal head widths of queries, keys and values"
-    capability = torch.backends.cpu.get_cpu_capability()
+    capability = native.capability()
     if seq_length > LONGEST.get(capability, seq_length):
         return f"supports at most {LONGEST[capability]} positions"
     module = load(capability)
@@ -44,11 +45,11 @@ def vector_attention(
     # The C++ reads memory by these sizes.
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert k.shape == v.shape == (*q.shape[:2], k.shape[2], q.shape[3]), (q.shape, k.shape, v.shape)
-    return _VectorAttention.apply(q, k, v, scale, len(q) if window is None else window)
+    return _VectorAttention.apply(q, k, v, scale, q.shape[0] if window is None else window)
 
 
 def _call(name: str, dtype: torch.dtype, *arguments) -> None:
-    library = load(torch.backends.cpu.get_cpu_capability())
+    library = load(native.capability())
     function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
     function(*arguments, torch.get_num_threads())
 

@@ -2,7 +2,7 @@
 suite's C++ (rows.cpp), one pass over memory each."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -77,8 +77,7 @@ def _function(name: str, dtype: torch.dtype, capability: str):
     return getattr(load(capability), f"{name}_{str(dtype).removeprefix('torch.')}")
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def _alike(x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,10 +178,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     contiguous.
     """
     x, out = x if x.stride(-1) == 1 else x.contiguous(), _like(x)
-    tables = [t.float().contiguous() for t in (cos, sin)]
+    cos, sin = cos.float().contiguous(), sin.float().contiguous()
     per_sample = cos.shape[1] != 1
     sizes = (*x.shape, cos.shape[-1])
-    _call("rotate", x, x, *x.stride()[:3], out, *tables, *sizes, per_sample, float(sign))
+    _call("rotate", x, x, *x.stride()[:3], out, cos, sin, *sizes, per_sample, float(sign))
     return out
 
 

@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(("flags", "keys"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("typed", ["rope_type", "position_embedding_type"])
 def test_tables_are_those_of_transformers(flags, keys, typed):

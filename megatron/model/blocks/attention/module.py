@@ -62,9 +62,9 @@ class SelfAttention(BlockModule):
         self.cp = ctx.cp
         self.requested = kernels.attention
 
-        def head_norm(name: str) -> nn.Module:
+        def head_norm(name: str) -> nn.Module | None:
             if not config.qk_layernorm:
-                return nn.Identity()
+                return None
             if not config.qk_layernorm_all_heads:
                 return Norm(config, params.scope(name), kernels)
             from megatron.model.blocks.attention.all_heads_norm import AllHeadsNorm
@@ -94,7 +94,7 @@ class SelfAttention(BlockModule):
     ) -> AttentionSpec:
         """What this layer asks of attention, in the dtype and on the device of `queries` [s/cp,
         ...]."""
-        window = self.facts.window_in(len(queries) * self.cp.size)
+        window = self.facts.window_in(queries.shape[0] * self.cp.size)
         return AttentionSpec(
             queries.device,
             queries.dtype,
@@ -137,8 +137,10 @@ class SelfAttention(BlockModule):
         document_ids = inputs.document_ids
         dropout_seed = seeds.get("attention")
         q, k, v = self.project(x)
-        q = self.q_layernorm(q)
-        k = self.k_layernorm(k)
+        if self.q_layernorm is not None:
+            q = self.q_layernorm(q)
+        if self.k_layernorm is not None:
+            k = self.k_layernorm(k)
         if inputs.rotary is not None:
             batch_first = document_ids is not None and self.cp.size == 1
             q = self.rotate(q, *inputs.rotary, batch_first=batch_first)
