@@ -31,9 +31,11 @@ GATED = ((*LLAMA, *LAYERS), ("--geglu", *LAYERS))  # the second with biases of g
 # Every kind of model of the parity table that can be compiled, with the name of its first case.
 # How weights are updated is in no graph of a layer, so models with Muon are the same kinds again.
 KINDS = {GATED[1]: "geglu with biases"}
+TWELVE = {"[0,1]": "[0,1]*6", "[1,0,1]": "[1,0,1]*4"}  # patterns of layers
+TWO = {"[0,1]*6": "[0,1]", "[1,0,1]*4": "[1,0]"}
 for _name, _case in LAYOUTS.items():
     if {"--num-experts", "muon"}.isdisjoint(_case.model):
-        _model = ["[0,1]*6" if word == "[0,1]" else word for word in _case.model]
+        _model = [TWELVE.get(word, word) for word in _case.model]
         KINDS.setdefault(tuple(with_flags(_model, *LAYERS)), _name)
 # Flags, and the rounding as a part of the norm of all gradients.
 PRECISIONS = {
@@ -110,10 +112,12 @@ def test_fp8_layers_are_two_graphs():
 def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     """With the kernels of CUDA, for which the meta device stands."""
     another_number_of_documents(monkeypatch)
-    gradients(*kind, "--bf16", device="meta", backend="aot_eager")
+    heads = ["--kv-channels", "8"] * ("--window-size" in kind)  # as CUDA's kernel for windows asks
+    gradients(*with_flags(kind, *heads, "--bf16"), device="meta", backend="aot_eager")
     counters = torch._dynamo.utils.counters
-    # layers without positions are another graph than those with
-    assert counters["stats"]["unique_graphs"] == 1 + ("--no-rope-freq" in kind)
+    # layers without positions or windows are another graph than those with
+    kinds = 1 + bool({"--no-rope-freq", "--window-attn-skip-freq"} & set(kind))
+    assert counters["stats"]["unique_graphs"] == kinds
     assert not counters["graph_break"]
 
 
@@ -128,7 +132,7 @@ def test_experts_stay_out_of_the_graphs():
 def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None:
     flags, rounding = PRECISIONS[precision]
     flags = with_flags(kind, *flags.split(), "--num-layers", "2")
-    flags = ["[0,1]" if flag == "[0,1]*6" else flag for flag in flags]
+    flags = [TWO.get(flag, flag) for flag in flags]
     eager = gradients(*flags)
     difference = gradients(*flags, backend=backend) - eager
     assert difference.norm() <= rounding * eager.norm()

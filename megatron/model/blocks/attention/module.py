@@ -98,7 +98,7 @@ class SelfAttention(BlockModule):
         return AttentionSpec(
             queries.device,
             queries.dtype,
-            len(queries),
+            queries.shape[0],
             dropout=dropout,
             documents=documents,
             compiled=torch.compiler.is_compiling(),
