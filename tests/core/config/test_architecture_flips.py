@@ -48,7 +48,10 @@ DENSE: dict[str, dict[str, Any]] = {
         window_attn_skip_freq="2",
         rope_type="yarn",
         rotary_scaling_factor=8.0,
-        original_max_position_embeddings=16,
+        # so that the bounds of the correction are inside of a head
+        rotary_base=4,
+        kv_channels=16,
+        original_max_position_embeddings=64,
         mscale_all_dim=0.5,
     ),
     "olmo": LLAMA
@@ -91,7 +94,7 @@ OTHER: dict[str, Any] = dict(
     rope_scaling_factor=2.0,
     no_rope_freq="2",
     window_size=(3, 0),
-    window_attn_skip_freq="2",
+    window_attn_skip_freq="[1,1]",
     window_rotary_base=500,
     rotary_scaling_factor=4.0,
     original_max_position_embeddings=8,

@@ -116,11 +116,6 @@ def test_a_small_zero_centered_weight_is_not_rounded_away(norm):
     assert not torch.equal(actual, wrong.to(torch.bfloat16))
 
 
-def test_statistics_of_low_precision_are_in_fp32():
-    x = torch.full((2, 512), 300.0, dtype=torch.float16)  # 300^2 is no fp16 number
-    assert torch.equal(rms_norm(x, torch.ones(512, dtype=torch.float16), 1e-5), torch.ones_like(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_many_rows_are_summed_in_more_than_16_bits(dtype):
     """5,000 gradients of about one, which bf16 adds up to 256 and fp16 to 2,048."""
@@ -140,3 +135,8 @@ def test_many_rows_are_summed_in_more_than_16_bits(dtype):
         (x, weight),
         grad,
     )
+
+
+def test_statistics_of_low_precision_are_in_fp32():
+    x = torch.full((2, 512), 300.0, dtype=torch.float16)  # 300^2 is no fp16 number
+    assert torch.equal(rms_norm(x, torch.ones(512, dtype=torch.float16), 1e-5), torch.ones_like(x))

@@ -115,8 +115,8 @@ def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straigh
 
 
 @pytest.mark.campaign
-def test_snapshots_of_a_line_that_was_left_go(data, tmp_path):
-    """Back to iteration 2 by hand: the first save after that ends the snapshot of 6."""
+def test_snapshots_of_a_branch_that_was_left_are_not_loaded(data, tmp_path):
+    """Back to iteration 2 by hand: after the next save a resume does not take the snapshot of 7."""
     run(data, tmp_path, "--save-interval", "2", "--snapshot-interval", "1", "--exit-interval", "7")
     assert sorted(slots(tmp_path / "save/snapshots")) == [5, 7]
     run(
@@ -131,7 +131,8 @@ def test_snapshots_of_a_line_that_was_left_go(data, tmp_path):
         "--exit-interval",
         "4",
     )
-    assert {*slots(tmp_path / "save/snapshots")} == {3, None}
+    assert {*slots(tmp_path / "save/snapshots")} == {3, 7}
+    assert run(data, tmp_path, "--exit-interval", "6").resumes[-1] == 4
 
 
 def ask(requests: dict[int, str], path: str) -> None:
