@@ -6,7 +6,9 @@ import sys
 from types import FrameType
 
 import pytest
+import torch
 
+from megatron.kernels.cpu import native
 from megatron.training import step
 from tests.core.training.tiny_run import make_run, micro_batches, samples
 from tests.runs import plot
@@ -49,11 +51,13 @@ LLAMA = dict(
     ("flags", "most"),
     [
         ({}, 400),
-        (LLAMA, 400),
+        (LLAMA, 410),  # 400, and a few that another processor may have
         ({"hidden_dropout": 0.1, "attention_dropout": 0.1}, 600),
     ],
     ids=["gpt", "llama", "dropout"],
 )
 def test_calls_a_layer_and_micro_batch(monkeypatch, flags, most):
     """On 2026-11-29, with torch 2.13 on an AMD EPYC: 358, 398 and 560; with dropout 711 before."""
+    if reason := native.unavailable_reason(torch.device("cpu"), torch.float32):
+        pytest.skip(reason)
     assert 200 < calls_of_a_step(monkeypatch, **flags) <= most
