@@ -4,6 +4,7 @@ iterations."""
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -67,29 +68,30 @@ class Interval:
         return self.seconds * 1000.0 / max(1, self.trained or self.user_skips)
 
 
-class LogFormat:
+class LogFormat(ABC):
     """The lines of one --log-format."""
 
     ends_with_line: bool = False  # has the last iteration of a run a line, whatever its number?
     plan: Plan  # replaced when the model is built, and when the iterations to skip are known
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027
         """Print the lines before the first iteration."""
 
-    def add(self, result: IterationResult) -> None:
+    def add(self, result: IterationResult) -> None:  # noqa: B027
         """Take in one iteration."""
 
+    @abstractmethod
     def line_due(self, iteration: int) -> bool:
         """Does this iteration have a line? The same on all ranks."""
-        raise NotImplementedError
 
-    def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:
+    def line(self, result: IterationResult, interval: Interval, teraflops: float | None) -> None:  # noqa: B027
         """Print the line of an interval that ends with `result`; `teraflops` of a rank, by this
         suite's exact count (None without training)."""
 
-    def status(self, iteration: int, seconds: float) -> None:
+    def status(self, iteration: int, seconds: float) -> None:  # noqa: B027
         """Show how far the run is, after an iteration without a line."""
 
+    @abstractmethod
     def evaluation(
         self,
         when: str,
@@ -99,13 +101,12 @@ class LogFormat:
         bits: float | None,
     ) -> str:
         """The text of an evaluation; `when` is Megatron's word for when it is, `bits` per byte."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self, rank: int, iteration: int, report: Mapping[str, float]) -> str:
         """The line of a device's memory, in bytes."""
-        raise NotImplementedError
 
-    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:
+    def finish(self, reason: str | None, iteration: int, checkpoint: str) -> None:  # noqa: B027
         """Print the summary; `reason` to stop before the end of training."""
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 from megatron import launcher
@@ -53,8 +54,9 @@ class LineFormat(LogFormat):
             progress = progress_line(result.iteration, total, self._first, seconds, rate)
             print(progress, file=sys.stderr, flush=True)
 
+    @abstractmethod
     def _text(self, result: IterationResult, interval: Interval, teraflops: float | None) -> str:
-        raise NotImplementedError
+        """The line of an interval."""
 
     def evaluation(
         self,
