@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-core test-rest test-portable test-peers test-ci test-all test-versions test-part parity lint docs clean install dev peers pretrained data eval ray s3 serve wandb
+.PHONY: help quickstart test test-core test-rest test-addons test-portable test-peers test-ci test-all test-versions test-part parity lint docs clean install dev peers pretrained data eval hf ray s3 serve wandb
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,13 +33,17 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: test-core test-rest  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
+test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED)
 
-test-core: $(VENV)/.dev $(VENV)/.files  ## the first half: what protects the training run (goal: 3 minutes)
+test-core: $(VENV)/.dev $(VENV)/.files  ## of these what protects the training run (goal: 3 minutes)
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) tests/core
 
 test-rest: $(VENV)/.dev $(VENV)/.files
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) --ignore=tests/core tests
+
+test-addons: $(VENV)/.dev $(VENV)/.files  ## the tests of add-ons, each in its folder, and of bench/
+	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) $(wildcard addons) bench
 
 test-portable: $(VENV)/.dev  ## a part of tests/core as if no C++ were built
 	PYTHONPATH=tests/portable $(PYTEST) $(PARALLEL) $(LIMIT) $(PORTABLE)
@@ -61,7 +65,7 @@ test-versions:  ## a part of the quick tests with the oldest and the newest torc
 
 test-part: $(VENV)/.dev
 	$(PYTEST) $(PARALLEL) $(LIMIT) tests/core/test_device.py tests/core/training/test_step.py tests/core/parity/test_layouts.py \
-		tests/core/parallel/test_ddp.py tests/core/optimizer/test_adam.py tests/core/kernels/test_attention.py tests/features/trace
+		tests/core/parallel/test_ddp.py tests/core/optimizer/test_adam.py tests/core/kernels/test_attention.py addons/lab/tests/trace
 
 parity: $(VENV)/.runtime  ## one model in one process and in eight parallel layouts: the same numbers? (a minute)
 	@$(PY) tools/compare_layouts.py
@@ -71,7 +75,7 @@ lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) -m mypy
-	$(PY) -m mypy -m tools.benchmarks.faults.__main__ -m tools.benchmarks.quality
+	$(PY) -m mypy -m bench.faults.__main__ -m bench.quality
 
 docs: $(PY) requirements/docs.txt  ## the site in build/site: fails for a dead link or a page outside the navigation
 	@$(PIP) -r requirements/docs.txt
@@ -81,7 +85,7 @@ docs: $(PY) requirements/docs.txt  ## the site in build/site: fails for a dead l
 
 install: $(VENV)/.runtime  ## only set up .venv, for running things by hand
 
-data eval ray s3 serve wandb: $(VENV)/.runtime  ## ... and the packages of that extra (requirements/data.txt, ...)
+data eval hf ray s3 serve wandb: $(VENV)/.runtime  ## ... and the packages of that extra (requirements/data.txt, ...)
 	@$(PIP) -r requirements/$@.txt
 
 dev: $(VENV)/.dev $(VENV)/.files  ## ... and the tools for tests

@@ -1,5 +1,5 @@
-"""The C++ extensions and the programs of tools/; pyproject.toml has the rest. Without a C++
-compiler, or without pybind11, numpy and torch answer instead, slower."""
+"""The C++ extensions, the programs of tools/ and the add-ons; pyproject.toml has the rest. Without
+a C++ compiler, or without pybind11, numpy and torch answer instead, slower."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 
 class BuildWithTools(build_py):
     """Also puts the programs of tools/ into a wheel, below a name of this project's own;
-    megatron/console.py runs them.
+    megatron/console.py runs them; and the add-ons, as megatron.addons.NAME.
 
     An editable installation needs no copy: it has the clone's.
     """
@@ -29,8 +29,11 @@ class BuildWithTools(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "megatron_gpt_tools" / "tools"
-            ignored = shutil.ignore_patterns("__pycache__", "benchmarks", "write_flags_page.py")
+            ignored = shutil.ignore_patterns("__pycache__", "write_flags_page.py")
             shutil.copytree(HERE / "tools", target, ignore=ignored, dirs_exist_ok=True)
+            target = Path(self.build_lib) / "megatron" / "addons"
+            ignored = shutil.ignore_patterns("__pycache__", "tests", "*.md")
+            shutil.copytree(HERE / "addons", target, ignore=ignored, dirs_exist_ok=True)
 
 
 def usable_cores() -> int:

@@ -24,6 +24,7 @@ CODES = """# Messages by code
 def pages() -> list[str]:
     """The repository's pages, by path."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md")]
+    found += ROOT.glob("addons/*/*.md")
     found.append(ROOT / "tests" / "README.md")
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 

@@ -459,10 +459,21 @@ class ForeignFlags:
     )
 
 
+class NamedFlags(NamedTuple):
+    """A flag whose value is the name of other flags, which count as typed in its place: `words`
+    gives them (or raises ValueError), `listing` is the help of the `topic`."""
+
+    spelling: str
+    help: str
+    words: Callable[[str], Sequence[str]]
+    topic: str
+    listing: Callable[[], str]
+
+
 class Parser:
     """All flags of a program by their spellings. `foreign_flags` is called when a flag is met that
-    is none of them; `arguments` is the parser of argparse that has all flags as its actions, and
-    those that `extra_args_provider` adds to it."""
+    is none of them; `named` is the flag that stands for others; `arguments` is the parser of
+    argparse that has all flags as its actions, and those that `extra_args_provider` adds to it."""
 
     def __init__(
         self,
@@ -473,7 +484,9 @@ class Parser:
         sections: dict[str, str],
         foreign_flags: Callable[[], ForeignFlags] = ForeignFlags,
         extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+        named: NamedFlags | None = None,
     ):
+        self.named = named
         self.flags = list(flags)
         self.by_spelling = _by_spelling(flag for flag in self.flags if flag.position == "flag")
         self.positionals = [flag for flag in self.flags if flag.position == "positional"]
@@ -690,6 +703,7 @@ def build_parser(
     description: str,
     foreign_flags: Callable[[], ForeignFlags] = ForeignFlags,
     extra_args_provider: Callable[[argparse.ArgumentParser], Any] | None = None,
+    named: NamedFlags | None = None,
 ) -> Parser:
     """A parser with one section per config class."""
     sections = {
@@ -703,6 +717,7 @@ def build_parser(
         sections=sections,
         foreign_flags=foreign_flags,
         extra_args_provider=extra_args_provider,
+        named=named,
     )
 
 
@@ -710,8 +725,8 @@ def build_parser(
 class Parsed:
     """What a command line says: values by field name, all that is wrong with it, what is worth a
     line, and the names of flags that were meant but could not be read. `ignored`: unknown flags
-    without effect, as typed. `unread_file`: an @FILE could not be read, so that nobody knows which
-    flags are missing."""
+    without effect, as typed. `unread_file`: an @FILE could not be read, or a name of flags is
+    unknown, so that nobody knows which flags are missing. `name`: that which stands for flags."""
 
     namespace: argparse.Namespace = dataclasses.field(default_factory=argparse.Namespace)
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -723,6 +738,7 @@ class Parsed:
     version: bool = False
     explain: list[str] | None = None  # typed after --explain
     unread_file: bool = False
+    name: str | None = None
 
     @property
     def typed(self) -> dict[str, Any]:
@@ -760,20 +776,16 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
             parsed.unread_file = True
     for words in (from_files, typed):
         typed_values: dict[str, list[str]] = {}
-        starts = [
-            index
-            for index, word in enumerate(words)
-            if index == 0 or (word[:1] == "-" and is_flag(word))
-        ]
-        if len(starts) > MOST_FLAGS:
+        each = _each_flag(words)
+        if len(each) > MOST_FLAGS:
             parsed.problems.append(
-                f"the command line has {len(starts)} flags; at most {MOST_FLAGS} are read, so "
+                f"the command line has {len(each)} flags; at most {MOST_FLAGS} are read, so "
                 "give each once [too-many-words]"
             )
             parsed.unread_file = True
             break
-        for start, end in itertools.pairwise([*starts, len(words)]):
-            take(parser, words[start:end], typed_values, parsed)
+        for flag_words in each:
+            take(parser, flag_words, typed_values, parsed)
             if len(parsed.problems) >= MOST_PROBLEMS:
                 parsed.problems.append(
                     f"{parsed.problems.pop()}; what follows was not read, after "
@@ -784,6 +796,16 @@ def parse(parser: Parser, argv: Sequence[str]) -> Parsed:
     if parser.extra and not parsed.unread_file:
         parsed.problems += parser.extra.problems(parsed.broken)
     return parsed
+
+
+def _each_flag(words: list[str]) -> list[list[str]]:
+    """The words of each flag."""
+    starts = [
+        index
+        for index, word in enumerate(words)
+        if index == 0 or (word[:1] == "-" and is_flag(word))
+    ]
+    return [words[start:end] for start, end in itertools.pairwise([*starts, len(words)])]
 
 
 def _takes(parser: Parser, typed: Sequence[str], count: int) -> bool:
@@ -832,6 +854,9 @@ def take(
         if problem:
             parsed.problems.append(problem)
         return
+    if parser.named and spelling == parser.named.spelling:
+        _take_named(parser, parser.named, values, typed_values, parsed)
+        return
     flag = parser.find(spelling)
     if flag is None:
         if parser.foreign_flags.ignores(spelling):
@@ -851,6 +876,42 @@ def take(
             "[flag-given-twice]"
         )
     typed_values[flag.name] = values
+
+
+def _take_named(
+    parser: Parser,
+    named: NamedFlags,
+    values: list[str],
+    typed_values: dict[str, list[str]],
+    parsed: Parsed,
+) -> None:
+    """The flags that a name stands for; those that follow count more."""
+    problem = credentials_problem(values)
+    if not problem and len(values) != 1:
+        problem = f"takes one name, but {len(values)} follow [value-count-wrong]"
+    if not problem and parsed.name:
+        problem = f"{_shown(*values)}: {parsed.name} is given already; give one [flag-given-twice]"
+    words: Sequence[str] = ()
+    if not problem:
+        try:
+            words = named.words(values[0])
+        except ValueError as error:
+            problem = f"{_shown(*values)}: {error}"
+    if problem:
+        parsed.problems.append(f"{named.spelling}: {problem}")
+        parsed.unread_file = True
+        return
+    parsed.name = values[0]
+    stood_for: dict[str, list[str]] = {}
+    for flag_words in _each_flag(list(words)):
+        take(parser, flag_words, stood_for, parsed)
+    for name in typed_values.keys() & stood_for.keys():
+        if typed_values[name] != stood_for[name]:
+            parsed.notes.append(
+                f"--{name.replace('_', '-')} {' '.join(typed_values[name])} stands before "
+                f"{named.spelling}, whose {' '.join(stood_for[name])} counts; type it after "
+                f"{named.spelling} [flag-given-twice]"
+            )
 
 
 def is_flag(word: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.small_files import retried
+from megatron.small_files import open_regular, retried
 
 ALGORITHM = "crc32 of sums of 521 words"
 BLOCK_BYTES = 1 << 20
@@ -107,7 +107,7 @@ def sum_of_file(path: str, chunk_bytes: int = 16 * BLOCK_BYTES, threads: int = 1
 def _sums_between(path: str, start: int, stop: int | None, chunk_bytes: int) -> list[str]:
     """The sums of the blocks of a file from byte `at` on, up to `stop` or its end."""
     sums: list[str] = []
-    with open(path, "rb", buffering=0) as opened:
+    with open_regular(path) as opened:
         file = opened.fileno()
         size = os.fstat(file).st_size
         size = size if stop is None else min(stop, size)

@@ -15,8 +15,9 @@ Parser = Any
 
 
 def help_text(parser: Parser, topic: str = "") -> str:
-    """The text for --help: every flag of the sections, with its default; of a topic those that have
-    all its words, or the beginning of words, in spelling, help or the section's title."""
+    """The text for --help: every flag of the sections, with its default; of a topic the sections
+    that have all its words, or the beginning of words, in their title, then flags that have them in
+    their spelling; without such a section, or in their help."""
     if topic:
         return _help_of_topic(parser, topic)
     text = parser.description.strip()
@@ -32,6 +33,8 @@ def help_text(parser: Parser, topic: str = "") -> str:
         "-h, --help [TOPIC]",
         "print this text, or the flags of a topic (--help moe), and exit",
     )
+    if parser.named:
+        lines += _help_lines(f"{parser.named.spelling} NAME", parser.named.help)
     lines += _help_lines("--version", "print the version and exit")
     lines += _help_lines("--explain CODE", "print what the code of a message means, and exit")
     for group, title in parser.sections.items():
@@ -45,15 +48,21 @@ def help_text(parser: Parser, topic: str = "") -> str:
 
 
 def _help_of_topic(parser: Parser, topic: str) -> str:
+    if parser.named and topic == parser.named.topic:
+        return parser.named.listing()
     wanted = [word for word in re.split(r"[\s_-]+", topic.lower()) if word]
+    titled = [group for group, title in parser.sections.items() if _speaks_of(wanted, title)]
     lines = []
-    for group, title in parser.sections.items():
+    for group in [*titled, *(group for group in parser.sections if group not in titled)]:
         shown = [
             flag
             for flag in parser.flags
-            if flag.group == group and _speaks_of(wanted, *flag.spellings, flag.help, title)
+            if flag.group == group
+            and (
+                group in titled or _speaks_of(wanted, *flag.spellings, *[flag.help] * (not titled))
+            )
         ]
-        lines += ["", title] * bool(shown)
+        lines += ["", parser.sections[group]] * bool(shown)
         for flag in shown:
             lines += _flag_lines(flag)
     own = parser.extra.help(functools.partial(_speaks_of, wanted)) if parser.extra else ""
@@ -134,6 +143,7 @@ def unknown_flag(parser: Parser, spelling: str) -> tuple[str, set[str]]:
     extra = parser.extra.by_spelling if parser.extra else {}
     shown = sorted(s for s, flag in known.items() if flag.group in parser.sections)
     shown += ["--help", "--version", "--explain", *extra]
+    shown += [parser.named.spelling] if parser.named else []
     if dashed in known or dashed in extra:
         close = [dashed]
     elif dashed in parser.foreign_flags.synonyms:

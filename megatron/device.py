@@ -407,3 +407,19 @@ def cpu_info(key: str) -> str:
 def name(device: torch.device) -> str:
     """The product name of the device; `cpu` on CPU."""
     return "cpu" if device.type == "cpu" else getattr(torch, device.type).get_device_name(device)
+
+
+def libraries(device: torch.device) -> dict[str, str]:
+    """The product name of a device, and the versions of what computes and communicates on it; of an
+    NVIDIA GPU its uuid, too."""
+    if device.type != "cuda":
+        kind = cpu_info("model name") if device.type == "cpu" else ""
+        return {"device": f"{name(device)} {kind}".strip(), "torch": torch.__version__}
+    return {
+        "device": name(device),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        "uuid": str(torch.cuda.get_device_properties(device).uuid),
+    }

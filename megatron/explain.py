@@ -1,6 +1,6 @@
 """What the code at the end of a message means: --explain CODE, of every program.
 
-codes.txt, and that of each feature, has a line for each code: the code, what it means, what to do.
+codes.txt, and that of each feature and add-on, has a line for each: code, meaning, what to do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron import small_files
+from megatron import addons, small_files
 from megatron.problems import Problems, error_lines
 
 FOLDER = Path(__file__).resolve().parent
@@ -29,7 +29,8 @@ class Code(NamedTuple):
 def codes() -> dict[str, Code]:
     """All codes in the order of their files."""
     known: dict[str, Code] = {}
-    for file in (FOLDER / "codes.txt", *sorted(FOLDER.glob("features/*/codes.txt"))):
+    rooms = (*sorted(FOLDER.glob("features/*/codes.txt")), *addons.files("codes.txt"))
+    for file in (FOLDER / "codes.txt", *rooms):
         section = ""
         for line in small_files.read_text(file).splitlines():
             if line.startswith("["):

@@ -20,10 +20,13 @@ from megatron import interrupt
 
 if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
+    from megatron.config.plan.plan import Plan
     from megatron.config.script import ExtraArgsProvider, Script
+    from megatron.config.tree import Config
     from megatron.data.tokenizers.base import Tokenizer
     from megatron.training.launch.signals import SignalWatch
     from megatron.training.run import Services
+    from megatron.training.step import ForwardStep
 
 STARTED = time.time()
 
@@ -59,9 +62,7 @@ def parse_and_validate_args(
             "[no-such-argument]"
         )
     _check_packages()
-    from megatron.config import command_line
     from megatron.config.script import Script
-    from megatron.features.registry import RunConfig
     from megatron.training import script_args
 
     script = Script(
@@ -71,7 +72,7 @@ def parse_and_validate_args(
         "extra_args_provider": extra_args_provider,
         "args_defaults": args_defaults,
     }
-    line = command_line.read(sys.argv[1:], os.environ, script, RunConfig)
+    line = _read(sys.argv[1:], script)
     return script_args.begin_early(line)
 
 
@@ -202,6 +203,20 @@ def _check_packages() -> None:
         )
 
 
+def _read(argv: Sequence[str], script: Script) -> CommandLine:
+    """The checked command line. Flags of add-ons are read where they may be asked for."""
+    from megatron.config import command_line
+    from megatron.features import own
+
+    def with_addons() -> type[Config]:
+        from megatron.features.registry import RunConfig
+
+        return RunConfig
+
+    more = command_line.More(with_addons, own.ASKING)
+    return command_line.read(argv, os.environ, script, own.OwnConfig, more)
+
+
 def run(
     argv: Sequence[str],
     script: Script,
@@ -214,11 +229,9 @@ def run(
     """
     _check_packages()
     from megatron import log, threads
-    from megatron.config import command_line
-    from megatron.features.registry import RunConfig
 
     usage = threads.usage()
-    line = command_line.read(argv, os.environ, script, RunConfig)
+    line = _read(argv, script)
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         from megatron.analysis import dry_run
@@ -256,16 +269,15 @@ def train(
     from megatron.training import (
         build,
         build_data,
+        current_run,
         loop,
         memory,
-        script_args,
-        script_step,
         skipping,
     )
-    from megatron.training.checkpointing import load
+    from megatron.training.checkpointing.start import load_checkpoint
     from megatron.training.feature import features_of
     from megatron.training.launch import initialize
-    from megatron.training.logging import argument_dump, kernel_report, preamble, training_log
+    from megatron.training.logging import preamble, training_log
     from megatron.training.logging.writers import open_writers
 
     config = line.config
@@ -275,31 +287,26 @@ def train(
         feature.prepare()
     rendezvous = initialize.connect(config, watch)
     preamble.print_arguments(line, backend)
-    kernel_report.check_requested(config)
+    build.check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
-    script_args.begin(line, plan, backend, tokenizer, line.rank)
+    current_run.tell("begin", line, plan, backend, tokenizer, line.rank)
     writers = open_writers(config, plan.world_size)
     runtime = initialize.initialize(config, rendezvous)
     memory.check(line, plan, runtime)
     preamble.print_opening(line, plan, runtime, backend)
     timers = initialize.build_timers(config, runtime)
-    script_args.connected(timers, runtime.ctx)
+    current_run.tell("connected", timers, runtime.ctx)
     lines = training_log.TrainingLog(config, plan, timers, runtime.ctx.world, writers, runtime)
-    lines.start(
-        time.time() - STARTED,
-        functools.partial(
-            argument_dump.dumped_values, config, plan, backend, line.foreign, of_script=line.extra
-        ),
-    )
+    lines.start(time.time() - STARTED, functools.partial(_dumped, line, plan, backend))
 
     with memory.explained(line, plan, runtime):
         with timers("model-and-optimizer-setup"):
             run = build.build_run(config, plan, runtime, timers, tokenizer, services, line.script)
             run.script_flags = line.extra_flags
             lines.take_plan(run.plan)
-            loaded = load.load_checkpoint(run)
-            script_args.set_progress(run.progress)
+            loaded = load_checkpoint(run)
+            current_run.tell("progress", run.progress)
         lines.timers(["load-checkpoint"])
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
 
@@ -308,7 +315,7 @@ def train(
                 config, plan, runtime, tokenizer, run.progress, line.script.datasets_provider
             )
             build_data.check_data_order(run, data.order)
-            skipping.resolve_skips(run)
+            skipping.resolve_skips(run, skipping.read_skips(run))
             lines.take_plan(run.plan)
         detail_datetime("after dataloaders are built")
         preamble.print_loaded(config, data.rows, loaded, run.progress)
@@ -317,5 +324,24 @@ def train(
         if watch:
             gc.freeze()  # what was imported and built stays until the end
             gc.enable()
-        loop.train(run, data, script_step.as_batch_step(line.script), lines, STARTED)
+        loop.train(run, data, _batch_step(line.script), lines, STARTED)
     initialize.finish(rendezvous)
+
+
+def _dumped(line: CommandLine, plan: Plan, backend: str) -> dict[str, Any]:
+    """The arguments as Megatron prints them."""
+    from megatron.training.logging import argument_dump
+
+    return argument_dump.dumped_values(
+        line.config, plan, backend, line.foreign, of_script=line.extra
+    )
+
+
+def _batch_step(script: Script) -> ForwardStep:
+    """The script's forward_step, called with (batch, model)."""
+    assert script.forward_step is not None, "the program has one"
+    if script.takes_batch:
+        return script.forward_step
+    from megatron.training.script_step import as_batch_step
+
+    return as_batch_step(script)

@@ -51,9 +51,10 @@ def open_store(url: str, **options: Any) -> tuple[Any, str]:
             f"{url}: {error}; run: pip install fsspec s3fs (or install this suite with its "
             "extra: [s3]) [package-missing]"
         ) from None
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # of any store's own library
+        text = printable(" ".join(str(error).split()))[:300]
         raise ValueError(
-            f"{url}: {error}; give a URL such as s3://bucket/path [url-not-supported]"
+            f"{url}: {text}; give a URL such as s3://bucket/path [url-not-supported]"
         ) from None
 
 

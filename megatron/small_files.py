@@ -12,6 +12,7 @@ import os
 import stat
 import time
 import unicodedata
+import uuid
 from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
@@ -102,6 +103,19 @@ def make_directories(
             if os.path.lexists(path) or time.monotonic() > deadline:
                 raise
         time.sleep(0.1)
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file, durably and in one step in the place of an older one. Raises OSError."""
+    partial = f"{os.fspath(path)}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(partial, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def fsync(path: str | os.PathLike[str]) -> None:

@@ -82,12 +82,3 @@ def set_waiting(
         environ["OMP_WAIT_POLICY"] = "passive"
         return True
     return False
-
-
-def waiting(environ: Mapping[str, str] = os.environ) -> str:
-    """How threads wait, for the log: spin-wait (OpenMP's default), passive wait (they sleep), or
-    the variable."""
-    typed = [f"{name}={environ[name]}" for name in OWN if name in environ]
-    if typed == ["OMP_WAIT_POLICY=passive"]:
-        return "passive wait"
-    return ", ".join(typed) or "spin-wait"

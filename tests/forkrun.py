@@ -25,6 +25,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from megatron import addons
+
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT_SHOWN = 4000  # characters of a failing rank's own output
 LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.IGNORECASE)
@@ -46,10 +48,13 @@ def _training_modules() -> list[str]:
     """All modules that a run may import, also those that functions import; of features the hooks."""
     paths = [path.relative_to(ROOT) for path in sorted((ROOT / "megatron").glob("*/**/*.py"))]
     return [
-        ".".join(path.with_suffix("").parts)
-        for path in paths
-        if {"core", "analysis", "inference"}.isdisjoint(path.parts)
-        and ("features" not in path.parts or path.name == "hook.py")
+        *(
+            ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+            for path in paths
+            if {"core", "analysis", "inference"}.isdisjoint(path.parts)
+            and ("features" not in path.parts or path.name == "hook.py")
+        ),
+        *addons.modules("hook"),
     ]
 
 
@@ -63,7 +68,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
         "numpy",
         "pytest",
         "megatron.training.loop",
-        "megatron.training.logging.kernel_report",
+        "megatron.training.logging.preamble",
         "megatron.config.command_line",
         *_training_modules(),
         "tests.runs",

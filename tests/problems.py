@@ -1,7 +1,7 @@
 """What tests assert of a message: its code and the flags, files and numbers it names, never its
 sentence.
 
-The sentences are in tests/golden/messages.txt (`python -m tests.rewrite_messages`).
+The sentences are in tests/core/config/checks/cases.txt (`python -m tests.rewrite_messages`).
 """
 
 from __future__ import annotations

@@ -1,47 +1,27 @@
-"""Write tests/golden/messages.txt, the texts of the messages, and those of features:
+"""Write the texts of the messages below the rows of cases.txt, the core's and those of features:
 `python -m tests.rewrite_messages`, then review the diff."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.core.config.checks import cases
-from tests.forkrun import ROOT
-
-HEADING = "What is said of each command line of {}. Written by python -m tests.rewrite_messages."
-
-
-def golden(file: Path) -> Path:
-    """The file with the texts of a file of cases."""
-    if file == cases.CORE:
-        return ROOT / "tests" / "golden" / "messages.txt"
-    return file.with_name("messages.txt")
 
 
 def messages(file: Path) -> str:
-    """The texts of the cases of `file` as the code has them now."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as name:
+    """A file of cases with the texts as the code has them now."""
+    with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         folder = Path(name).resolve()
         cases.lay_out(folder)
-        os.chdir(folder)
-        try:
-            lines = [line.replace(str(folder), "FOLDER") for line in _command_lines(file)]
-        finally:
-            os.chdir(before)
-    heading = HEADING.format(file.relative_to(ROOT).as_posix())
-    return "\n".join([heading, *lines]) + "\n"
-
-
-def _command_lines(file: Path) -> Iterator[str]:
-    for case in cases.cases(file):
-        yield f"\n$ {case}"
-        yield from case.lines()
+        lines = []
+        for row, case in cases.rows(file):
+            texts = case.lines() if case else []
+            lines += [row, *(cases.TEXT + line.replace(str(folder), "FOLDER") for line in texts)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     for each in cases.files():
-        golden(each).write_text(messages(each), encoding="utf-8")
+        each.write_text(messages(each), encoding="utf-8")

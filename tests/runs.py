@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron.checkpoint import store
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.checkpoint import reading
 from megatron.training import loop
 from megatron.training.run import Services
 from tests.forkrun import ROOT, RanksFailed, run_ranks
+from tests.pairs import PairWriter
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -54,7 +54,7 @@ def write_text(prefix: Path, documents: int, seed: int = 0, vocab: int = 210) ->
     """A corpus of random documents, each ended by token `vocab`; returns the prefix for
     --data-path."""
     random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+    with PairWriter(prefix, np.uint16) as builder:
         for _ in range(documents):
             tokens = np.append(random.integers(0, 40, int(random.integers(5, 60))), vocab)
             builder.add_document(tokens.astype(np.uint16), [len(tokens)])
@@ -208,7 +208,7 @@ class Finished:
 
     def tensors(self, iteration: int | None = None) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint (the newest without `iteration`)."""
-        with store.load(self.save, iteration).reader() as reader:
+        with reading.load(self.save, iteration).reader() as reader:
             return {name: reader.read(name) for name in reader.names()}
 
 

@@ -59,13 +59,13 @@ def layouts(page: str) -> str:
 
 
 def quality(page: str) -> str:
-    """The losses of tools/benchmarks/results/quality.json and quality_7M.json."""
+    """The losses of bench/results/quality.json and quality_7M.json."""
     return of_size(of_size(page, "1M", "quality.json"), "7M", "quality_7M.json")
 
 
 def of_size(page: str, size: str, file: str) -> str:
     """Those of one file, in the table of this size."""
-    result = json.loads((ROOT / "tools/benchmarks/results" / file).read_text("utf-8"))
+    result = json.loads((ROOT / "bench/results" / file).read_text("utf-8"))
     rows = [
         (
             f"{name.title()}, learning rate {best['lr']}, weight decay {best['weight_decay']}",

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Convert token data between InternLM's format and Megatron's: see docs/features/internlm.md."""
+"""Convert token data between InternLM's format and Megatron's: see addons/internlm."""
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from tools.shared import feature_program
+from tools.shared import room_program
 
 if __name__ == "__main__":
-    feature_program.run("internlm", "token_data")
+    room_program.run("megatron.addons.internlm.token_data")

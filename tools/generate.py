@@ -30,14 +30,14 @@ from megatron.inference.generate import LanguageModel, Result, stream
 from megatron.inference.sampling import Sampling
 from megatron.small_files import parse_json, read_text
 from tools.shared.program import run_program
-from tools.shared.trained_model import ModelOptions
+from tools.shared.trained_model import ModelOptions, SpeculativeOption
 
 if TYPE_CHECKING:
     from megatron.inference.load_model import TrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(ModelOptions):
+class Options(SpeculativeOption, ModelOptions):
     """The command line."""
 
     prompts: tuple[str, ...] = arg(
@@ -109,7 +109,13 @@ class Options(ModelOptions):
 
 def read_prompts(path: str) -> list[str]:
     """The prompts of a file. Raises ValueError naming the line that cannot be read, and OSError."""
-    lines = read_text(path, errors="surrogateescape").split("\n")
+    try:
+        lines = read_text(path).split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt-file {path}: is not UTF-8 (byte {error.start}); convert it first (iconv -t "
+            "UTF-8) [bad-record]"
+        ) from None
     if not lines[-1]:
         lines.pop()  # the end of the last line
     prompts = []
@@ -135,11 +141,12 @@ def run(options: Options) -> None:
     if options.prompt_file:
         prompts = read_prompts(options.prompt_file)
     threads.set_waiting()
-    model = LanguageModel(options.open(launcher.world_size()))
+    model = LanguageModel(options.open(launcher.world_size(), options.num_speculative_tokens))
     output = sys.stdout if sys.stdout.isatty() else interrupt.data_output()
     show = functools.partial(print, file=output) if launcher.rank() == 0 else _silent
+    note = functools.partial(show, file=sys.stderr)
     if options.chat:
-        chat(options, model.trained, show)
+        chat(options, model.trained, show, note)
         return
     results = model.stream(
         prompts,
@@ -148,12 +155,13 @@ def run(options: Options) -> None:
         options.stop,
         options.batch_size,
         options.logprobs,
+        note,
+        options.num_speculative_tokens,
     )
     if len(prompts) == 1 and not options.json:
         show(prompts[0], end="", flush=True)
-        for _, chunk, _ in results:
-            show(chunk, end="", flush=True)
-        show()
+        for _, chunk, result in results:
+            show(chunk, end="\n" if result.finish_reason else "", flush=True)
         return
     finished: dict[int, Result] = {}
     shown = 0
@@ -183,13 +191,19 @@ def _written(options: Options, prompt: str, result: Result, number: int) -> str:
     )
 
 
-def chat(options: Options, trained: TrainedModel, show: Callable[..., None]) -> None:
+def chat(
+    options: Options,
+    trained: TrainedModel,
+    show: Callable[..., None],
+    note: Callable[[str], None],
+) -> None:
     """Answer line after line of stdin (rank 0's) until it ends."""
     from megatron.inference.chat import chat_of
     from megatron.inference.engine import Engine, Request
     from megatron.parallel.collectives import gather_objects
 
-    engine = Engine(trained.model, 1)
+    engine = Engine(trained.model, 1, drafts=options.num_speculative_tokens)
+    note(engine.size)
     encoder = chat_of(trained, options.chat_template)
     messages: list[dict[str, str]] = []
     tp = trained.model.ctx.tp
@@ -197,6 +211,8 @@ def chat(options: Options, trained: TrainedModel, show: Callable[..., None]) -> 
         line = _ask() if tp.rank == 0 else None
         line = gather_objects(line, tp)[0]
         if line is None:
+            if engine.drafted:
+                note(engine.acceptance)
             return
         messages.append({"role": "user", "content": line})
         prompt = encoder.prompt(messages)

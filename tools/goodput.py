@@ -5,7 +5,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from tools.shared import feature_program
+from tools.shared import room_program
 
 if __name__ == "__main__":
-    feature_program.run("goodput")
+    room_program.run("megatron.addons.ops.goodput.program")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Inspect training data: check .bin/.idx pairs, show which tokens of a document are trained, list
-the samples of an iteration, find the iterations of a document, and its line in the input, count the
-tokens of each source. Needs no model.
+the samples of an iteration, find the iterations of a document, and its line in the input. Needs no
+model.
 
 RUN is the directory that --save named, or an iter_XXXXXXX in it; or `--` and the flags of
 pretrain_gpt.py. Exit codes: 0 no problem found, 1 a problem with the data, 2 a wrong command line.
@@ -32,7 +32,6 @@ from megatron.arguments import arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
-from megatron.data.data_card import data_card
 from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
@@ -138,19 +137,6 @@ class SourceOptions(JsonOption):
         if (self.document is None) == (self.id is None):
             return ["--document or --id: give one of them [flag-missing]"]
         return []
-
-
-@dataclass(frozen=True, kw_only=True)
-class CardOptions(JsonOption):
-    """Options of card."""
-
-    prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
-    by: tuple[str, ...] = arg(
-        (),
-        metavar="KEY",
-        help="of preprocess_data.py --metadata-keys: a row for all documents with the same values "
-        "of these (default: a row for each input file)",
-    )
 
 
 # --- check
@@ -481,58 +467,6 @@ def show_source(document: dict[str, Any]) -> None:
         print(printable(document["record"]))
 
 
-# --- card
-
-
-def card(options: CardOptions) -> int:
-    """`card`: a Markdown table, or JSON, of documents and tokens by input file or values."""
-    shares = data_card(options.prefix, options.by)
-    keys = options.by or ("input",)
-    documents = sum(share.documents for share in shares)
-    tokens = sum(share.tokens for share in shares)
-    if options.json:
-        rows = [
-            {
-                "values": dict(zip(keys, share.values, strict=True)),
-                "documents": share.documents,
-                "tokens": share.tokens,
-                "share": share.tokens / (tokens or 1),
-            }
-            for share in shares
-        ]
-        print(json.dumps({"rows": rows, "documents": documents, "tokens": tokens}))
-        return 0
-    lines = [[*keys, "documents", "tokens", "share"]]
-    for share in shares:
-        counts = (
-            f"{share.documents:,}",
-            f"{share.tokens:,}",
-            f"{share.tokens / (tokens or 1):.2%}",
-        )
-        lines.append([*map(cell, share.values), *counts])
-    names = ["all", *[""] * (len(keys) - 1)]
-    lines.append([*names, f"{documents:,}", f"{tokens:,}", f"{bool(tokens):.2%}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(
-        1, ["-" * width for width in widths[:-3]] + [f"{'-' * (n - 1)}:" for n in widths[-3:]]
-    )
-    for line in lines:
-        texts = [
-            text.ljust(width) if number < len(keys) else text.rjust(width)
-            for number, (text, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print(f"| {' | '.join(texts)} |")
-    return 0
-
-
-def cell(value: Any) -> str:
-    """A value in a cell of a table; "(none)" without one."""
-    if value is None:
-        return "(none)"
-    text = json.dumps(value, ensure_ascii=False)
-    return printable(text[1:-1] if isinstance(value, str) else text).replace("|", "\\|")
-
-
 # --- at
 
 
@@ -755,11 +689,6 @@ COMMANDS = {
         SourceOptions,
         source_of,
         SourceOptions.problems,
-    ),
-    "card": Command(
-        "show how many documents and tokens came from each input file, source or licence",
-        CardOptions,
-        card,
     ),
     "find": Command(
         "list the iterations that read a document", FindOptions, look, RunOptions.problems

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Turn an InternLM python config into an .args file: see docs/features/internlm.md."""
+"""Turn an InternLM python config into an .args file: see addons/internlm."""
 
 import os
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from tools.shared import feature_program
+from tools.shared import room_program
 
 if __name__ == "__main__":
-    feature_program.run("internlm", "config")
+    room_program.run("megatron.addons.internlm.config")

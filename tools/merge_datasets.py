@@ -25,9 +25,8 @@ if __name__ == "__main__":
 import contextlib
 import tempfile
 import uuid
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,9 +52,8 @@ from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import run_program
 from tools.shared.progress import Progress
 
-CHUNK = 8 << 20  # bytes that a thread copies at a time
+CHUNK = 8 << 20  # bytes that are copied at a time
 MOST_THREADS = 16
-SHARE_BYTES = 256 << 20  # bytes that a thread is given
 
 
 def inputs(words: Sequence[str], output: str, threads: int) -> list[str]:
@@ -127,80 +125,26 @@ def spans(corpus: IndexedDataset) -> Iterator[tuple[int, int]]:
     yield begin, end - begin
 
 
-@dataclass(frozen=True)
-class Span:
-    """`count` bytes of the file `source` from byte `start` on, and the byte where they go."""
-
-    source: str
-    start: int
-    count: int
-    target: int
-
-    def copy(self, target: int) -> int:
-        """Copy them to an open file, whose holes stay holes; how many they are. Raises ValueError
-        if there are fewer, and OSError."""
-        source = os.open(self.source, os.O_RDONLY)
-        try:
-            position = self.start
-            stop = position + self.count
-            while position < stop:
-                position = min(stop, _seek(source, position, os.SEEK_DATA, stop))
-                end = (
-                    min(stop, _seek(source, position, os.SEEK_HOLE, stop))
-                    if position < stop
-                    else position
-                )
-                while position < end:
-                    block = os.pread(source, min(CHUNK, end - position), position)
-                    if not block:
-                        raise ValueError(
-                            "an input ended while it was read; leave data alone while they are "
-                            "merged "
-                            "[file-changed-while-read]"
-                        )
-                    view = memoryview(block)
-                    while view:
-                        written = os.pwrite(target, view, self.target + position - self.start)
-                        position += written
-                        view = view[written:]
-        finally:
-            os.close(source)
-        return self.count
-
-
-def _seek(file: int, start: int, whence: int, stop: int) -> int:
-    """The next data or hole from byte `at` on; `stop` where nothing but a hole is left."""
-    try:
-        return os.lseek(file, start, whence)
-    except OSError:
-        return stop
-
-
-def layout(prefixes: Sequence[str]) -> Iterator[Span]:
-    """Where all bytes of all sequences go, one behind the other."""
-    target = 0
-    for prefix in prefixes:
-        for start, count in spans(IndexedDataset(prefix)):
-            for first in range(0, count, SHARE_BYTES):
-                size = min(SHARE_BYTES, count - first)
-                yield Span(bin_path(prefix), start + first, size, target)
-                target += size
-
-
-def write_bin(prefixes: Sequence[str], path: str, progress: Progress, threads: int) -> None:
-    """The tokens of all sequences, each to its place, by so many threads."""
-    end = 0
-    copying: deque[Future[int]] = deque()  # few: there may be a span for each sequence
-    with open(path, "xb") as target, ThreadPoolExecutor(threads) as pool:
-        for span in layout(prefixes):
-            end = span.target + span.count
-            copying.append(pool.submit(span.copy, target.fileno()))
-            if len(copying) > 4 * threads:
-                progress.shift += copying.popleft().result()
-                progress.update(0)
-        for copied in copying:
-            progress.shift += copied.result()
-        target.truncate(end)  # the last bytes may be a hole
+def write_bin(prefixes: Sequence[str], path: str, progress: Progress) -> None:
+    """The tokens of all sequences, one behind the other. Raises OSError, and ValueError for an
+    input that became shorter meanwhile."""
+    with open(path, "xb") as target:
+        for prefix in prefixes:
+            with open(bin_path(prefix), "rb") as source:
+                for start, count in spans(IndexedDataset(prefix)):
+                    source.seek(start)
+                    while count:
+                        block = source.read(min(CHUNK, count))
+                        if not block:
+                            raise ValueError(
+                                "an input ended while it was read; leave data alone while they "
+                                "are merged [file-changed-while-read]"
+                            )
+                        target.write(block)
+                        count -= len(block)
+                        progress.shift += len(block)
+                        progress.update(0)
+        target.flush()
         os.fsync(target.fileno())
 
 
@@ -240,7 +184,7 @@ def merge(
                 for path in (bin_path, idx_path)
             )
         )
-        write_bin(prefixes, bin_path(partial), progress, threads)
+        write_bin(prefixes, bin_path(partial), progress)
         counts = write_idx(prefixes, idx_path(partial), progress)
         with tempfile.TemporaryDirectory(dir=os.path.dirname(output) or ".") as folder:
             has_sources = document_sources.merge(sources, prefixes, folder)
@@ -290,7 +234,7 @@ class Options:
     threads: int | None = arg(
         None,
         minimum=1,
-        help=f"threads that copy (default: one per CPU core, at most {MOST_THREADS})",
+        help=f"threads that compute checksums (default: one per CPU core, at most {MOST_THREADS})",
     )
     overwrite: bool = arg(False, help="replace the .bin and .idx of --output-prefix if they exist")
 

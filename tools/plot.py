@@ -16,10 +16,9 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.analysis.plots import draw_curves, draw_memory, picture_problems
+from megatron.analysis.plots import draw_curves, picture_problems
 from megatron.analysis.run_reader import read_run
 from megatron.analysis.text_plot import text_plot
-from megatron.analysis.trace_file import is_trace, read_memory
 from megatron.arguments import arg
 from megatron.features.registry import READERS
 from tools.shared.program import complain, read
@@ -28,8 +27,7 @@ DESCRIPTION = (
     "Plot training and validation loss, gradient norm, tokens/s and learning rate of one or "
     "several runs, overlaid. LOG is a --metrics-file, what a run printed in any --log-format, its "
     "--tensorboard-dir, or a directory that holds one of them. Of iterations that a run repeated "
-    "after a restart the last counts. Of a file of --trace-output (.json) it plots the memory of "
-    "each rank over the operations of a step."
+    "after a restart the last counts."
 )
 WIDEST = 120
 
@@ -54,24 +52,14 @@ class PlotOptions:
     first: int = arg(1, minimum=1, help="first iteration to plot")
 
 
-def problems(options: PlotOptions) -> list[str]:
-    """What is wrong with the values."""
-    wrong = picture_problems(options.output)
-    if options.output is None and all(map(is_trace, options.runs)):
-        wrong.append("a trace is a picture only; give --output FILE")
-    return wrong
+def _problems(options: PlotOptions) -> list[str]:
+    return picture_problems(options.output)
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 plotted, 2 a wrong command line or what cannot be read or written."""
-    options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=problems)
+    options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=_problems)
     try:
-        if options.output and all(map(is_trace, options.runs)):
-            draw_memory(
-                options.output, [memory for path in options.runs for memory in read_memory(path)]
-            )
-            print(f"wrote {options.output}")
-            return 0
         runs = [read_run(path, first=options.first, readers=READERS) for path in options.runs]
         if options.output:
             draw_curves(options.output, runs, options.smooth)

@@ -15,40 +15,48 @@ if __name__ == "__main__":
 
 import contextlib
 import functools
+import importlib
 import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NoReturn
 
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-from megatron import host
+from megatron import addons, host
 from megatron.arguments import ForeignFlags, Problems, arg, build_parser, config_from, parse
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import ChatEncoder, template_for
 from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import bin_path, idx_path
-from megatron.data.parts.corpus import Corpus, Totals
+from megatron.data.parts.corpus import Corpus, CorpusTotals
 from megatron.data.parts.making import tidy
 from megatron.data.parts.part_set import PartSet
 from megatron.data.parts.plan import PART_BYTES, Task, task_of, units
 from megatron.data.parts.writers import writing
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
-from megatron.data.preprocess.encode_files import Limits, descriptions, encoded_blocks, trailer_of
-from megatron.data.preprocess.readers import BLOCK_BYTES, input_files
+from megatron.data.preprocess.encode_files import (
+    EncodeLimits,
+    descriptions,
+    encoded_blocks,
+    trailer_of,
+)
+from megatron.data.preprocess.readers import BLOCK_BYTES, TEXT_SUFFIXES, FileBlock, input_files
 from megatron.data.preprocess.resumable_writer import Busy, Unfinished, is_finishing
 from megatron.data.preprocess.trial import SECONDS, try_first
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
 from megatron.problems import error_lines
+from tools.shared import hub_dataset
 from tools.shared.program import answer, out_of_range
 from tools.shared.progress import Progress, clock
 
-TEXT_FILE = re.compile(r"\.txt(\.\w+)?$")
+TEXT_FILE = re.compile(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})(\.\w+)?$")
 NO_SEARCH = "the best number of workers is not searched for; give --workers, one for each CPU core"
 REFUSED = {
     "--find-optimal-num-workers": NO_SEARCH,
@@ -64,8 +72,9 @@ class ReadConfig:
 
     input: tuple[str, ...] = arg(
         (),
-        help="files or globs: JSON Lines, .txt (one document per file) or parquet, plain or "
-        "compressed (gzip, xz, zstd)",
+        help="files, directories (all files of these kinds below them) or globs: JSON Lines, "
+        "text (.txt, .md, .rst: one document per file) or parquet, plain or compressed (gzip, xz, "
+        "zstd); or hf://ORG/NAME[:CONFIG][@REVISION][/SPLIT] of the Hugging Face hub",
     )
     json_keys: tuple[str, ...] = arg(
         ("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair (default: text)"
@@ -78,7 +87,7 @@ class ReadConfig:
     )
     txt_lines: bool = arg(
         False,
-        help="each line of a .txt file is a document (without it the file is one, which training "
+        help="each line of a text file is a document (without it the file is one, which training "
         "cannot split into train and validation)",
     )
     split_sentences: bool = arg(
@@ -103,6 +112,7 @@ class ReadConfig:
         help="with --chat: chatml, internlm2, llama3, zephyr, or a file with a Jinja template "
         "(default: the chat template in the directory of --tokenizer-model)",
     )
+    hub: tuple[str, ...] = ()  # no flag: the data sets of hf:// with their revisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,7 @@ class RunConfig:
     workers: int | None = arg(
         None,
         minimum=1,
+        maximum=max(64, 4 * host.processors()),
         help="number of worker processes (default: one per CPU core; with --cluster one for each "
         "part that is being made)",
     )
@@ -249,6 +260,35 @@ class Speed:
         ]
 
 
+class FileCounts:
+    """Prints what each of several files has given, when it is done. `before`: documents and ids of
+    the one at number `file` that a run before this one has counted."""
+
+    def __init__(self, files: Sequence[str], before: Sequence[int], file: int) -> None:
+        self._files = files
+        self._documents, self._ids = before
+        self._file = file
+
+    def add(self, block: FileBlock, encoded: Encoded) -> None:
+        """Count a block."""
+        if block.file != self._file:
+            self.end()
+            self._file = block.file
+            self._documents = self._ids = 0
+        self._documents += encoded.documents
+        self._ids += encoded.tokens
+
+    def end(self) -> None:
+        """The file is done."""
+        if len(self._files) > 1:
+            plural = "s" * (self._documents != 1)
+            print(
+                f"{self._files[self._file]}: {self._documents:,} document{plural}, "
+                f"{self._ids:,} ids",
+                flush=True,
+            )
+
+
 def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """The command line and its input files. Raises Problems with everything that is wrong."""
     parser = build_parser(
@@ -260,9 +300,16 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     parsed = parse(parser, argv)
     answer(parser, parsed)
     config = config_from(Config, parsed.typed)
-    files, problems = input_files(config.read.input)
+    hub = [word for word in config.read.input if word.startswith(hub_dataset.SCHEME)]
+    files, problems, notes = input_files([word for word in config.read.input if word not in hub])
+    problems += hub_dataset.problems(hub)
+    if hub and config.run.in_parts:
+        problems.append(
+            f"--input {hub[0]}: is one file, which several machines do not share; hf download it "
+            "[flags-exclude-each-other]"
+        )
     if not config.read.input:
-        problems.append("--input: is needed; give one or more .jsonl files [flag-missing]")
+        problems.append("--input: is needed; give files or a directory [flag-missing]")
     problems += (
         list(check_tokenizer.problems(config.tokenizer))
         + _chat_problems(config, parsed.typed, files)
@@ -285,9 +332,11 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     problems = parsed.problems + [problem for problem in problems if not problem.startswith(unread)]
     if problems:
         raise Problems(problems)
-    for note in parsed.notes:
+    for note in [*parsed.notes, *notes]:
         print(f"note: {note}", file=sys.stderr)
-    return config, files
+    fetched = [hub_dataset.fetched(word, config.write.output_prefix) for word in hub]
+    read = replace(config.read, hub=tuple(each.origin for each in fetched))
+    return replace(config, read=read), files + [each.path for each in fetched]
 
 
 def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
@@ -330,11 +379,17 @@ def _task_problems(config: Config, typed: Mapping[str, object]) -> list[str]:
             if "part_bytes" in typed
             else []
         )
-    problems = []
+    problems: list[str] = []
     if run.cluster:
-        from megatron.data.parts import ray_engine
-
-        problems += ray_engine.problems(ray_engine.address_of(run.cluster_address))
+        engine = _engine(run.cluster)
+        problems += (
+            engine.problems(engine.address_of(run.cluster_address))
+            if engine
+            else [
+                f"--cluster {run.cluster}: addons/{run.cluster}/ is not there, which has it; "
+                "install the suite with it [feature-not-installed]"
+            ]
+        )
     if run.task is None:
         return problems
     if run.cluster:
@@ -347,6 +402,12 @@ def _task_problems(config: Config, typed: Mapping[str, object]) -> list[str]:
     except ValueError as error:
         problems.append(str(error))
     return problems
+
+
+def _engine(cluster: str) -> ModuleType | None:
+    """What makes parts on clusters of this kind: part_engine.py of the add-on of that name."""
+    names = [name for name in addons.modules("part_engine") if name.split(".")[-2] == cluster]
+    return importlib.import_module(names[0]) if names else None
 
 
 def _order_problems(config: Config, files: Sequence[str]) -> list[str]:
@@ -504,14 +565,19 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
                 stop.held,
                 opened=functools.partial(print, "Opening", flush=True),
             )
+            counts = FileCounts(files, work.in_file, work.position.file)
             for number, (block, encoded) in enumerate(blocks):
                 if number == 0:
                     print("Time to startup:", time.time() - started, flush=True)
+                counts.add(block, encoded)
                 _report(speed, progress, encoded, block.read)
+            counts.end()
         _check_text(config, job, work)
         _warn_of_keys(config, work.having, work.documents)
         _warn_of_one_text(config, files, work.documents)
         described = descriptions(job, tokenizer, work)
+        if config.read.hub:
+            described = [{"hub": config.read.hub, **each} for each in described]
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
             print(
@@ -567,11 +633,11 @@ def _prepared(config: Config) -> tuple[Job, Tokenizer]:
     return (_chat_job(job, config, tokenizer) if read.chat else job), tokenizer
 
 
-def _limits(config: Config) -> Limits:
+def _limits(config: Config) -> EncodeLimits:
     """What bounds the work; a task of Ray has one process unless more are asked for."""
     workers = config.run.workers or (1 if config.run.cluster else host.cores())
     read = config.read
-    return Limits(workers, read.max_bad_records, config.run.record_timeout, read.txt_lines)
+    return EncodeLimits(workers, read.max_bad_records, config.run.record_timeout, read.txt_lines)
 
 
 def _warn_of_keys(config: Config, having: Sequence[int], documents: int) -> None:
@@ -618,11 +684,11 @@ def _make_parts(
 
 def _make_locally(
     config: Config, corpus: Corpus, numbers: Sequence[int], stop: Stop
-) -> tuple[Totals, list[str]]:
+) -> tuple[CorpusTotals, list[str]]:
     """Make these parts in this process; what was made, and no failures: the first is raised."""
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    counts = Totals()
+    counts = CorpusTotals()
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
         for number in numbers:
@@ -633,15 +699,15 @@ def _make_locally(
     return counts, []
 
 
-def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Totals, list[str]]:
-    """Have Ray make all parts; what was made, and a line for each that could not be."""
-    from megatron.data.parts import ray_engine
-
+def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[CorpusTotals, list[str]]:
+    """Have the cluster make all parts; what was made, and a line for each that could not be."""
+    engine = _engine(config.run.cluster or "")
+    assert engine, "the command line is checked"
     speed = Speed(config.run.log_interval)
     progress = Progress(0)
-    before = Totals()
+    before = CorpusTotals()
 
-    def report(total: Totals, remaining: int) -> None:
+    def report(total: CorpusTotals, remaining: int) -> None:
         nonlocal before
         new = total._replace(
             documents=total.documents - before.documents, bytes=total.bytes - before.bytes
@@ -653,8 +719,10 @@ def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Totals
 
     with contextlib.ExitStack() as stack:
         stack.callback(progress.clear)
-        address = ray_engine.address_of(config.run.cluster_address)
-        return ray_engine.make_parts(corpus, address, report, stop.held)
+        address = engine.address_of(config.run.cluster_address)
+        made: tuple[CorpusTotals, list[str]]
+        made = engine.make_parts(corpus, address, report, stop.held)
+        return made
 
 
 def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
@@ -681,7 +749,7 @@ def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
 
 
 def _report(
-    speed: Speed, progress: Progress, done: Encoded | Totals, read: int = 0, subject: str = ""
+    speed: Speed, progress: Progress, done: Encoded | CorpusTotals, read: int = 0, subject: str = ""
 ) -> None:
     """A block (of the `subject`) is done, or parts; `read` bytes of the input files are behind
     us."""

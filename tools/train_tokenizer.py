@@ -44,13 +44,13 @@ class Options:
 
     input: tuple[str, ...] = arg(
         metavar="FILE",
-        help="files or globs: JSON Lines, .txt (a document per file) or parquet, plain or "
-        "compressed (gzip, xz, zstd), as for tools/preprocess_data.py",
+        help="files, directories or globs: JSON Lines, text (a document per file) or parquet, "
+        "plain or compressed (gzip, xz, zstd), as for tools/preprocess_data.py",
     )
     json_keys: tuple[str, ...] = arg(
         ("text",), help="keys or columns that hold the text (default: text)"
     )
-    txt_lines: bool = arg(False, help="each line of a .txt file is a document")
+    txt_lines: bool = arg(False, help="each line of a text file is a document")
     max_bad_records: int = arg(
         0, minimum=0, help="lines that may be bad (they are named and skipped) before the run fails"
     )
@@ -119,7 +119,7 @@ def problems(options: Options) -> list[str]:
             for path in options.outputs()
             if path.exists()
         ]
-    return wrong or input_files(options.input)[1]
+    return wrong or input_files(options.input).problems
 
 
 class Texts:
@@ -230,7 +230,10 @@ def run(options: Options) -> None:
     from megatron.data.preprocess.readers import input_files
 
     start = time.monotonic()
-    texts = Texts(options, input_files(options.input)[0])
+    files, _, notes = input_files(options.input)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    texts = Texts(options, files)
     tokenizer = train(options, texts)
     if not texts.texts:
         raise ValueError(f"--input {' '.join(options.input)}: holds no text [input-without-text]")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config and
-megatron/features.
+"""Write docs/flags.md from the declarations of the flags, which stand in megatron/config,
+megatron/features and add-ons.
 
 Run it after a flag changed; tests/house/test_flags.py fails while the page and the declarations
 differ.
@@ -31,10 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags of pretrain_gpt.py
 
-Generated from the declarations in `megatron/config` and `megatron/features` by
+Generated from the declarations in `megatron/config`, `megatron/features` and `addons` by
 `python tools/write_flags_page.py`; do not edit it. Flags may also be read from a file:
 `pretrain_gpt.py @my.args --lr 1e-4` (shell quoting, `#` comments; the command line wins over the
-file).
+file). `--model NAME` stands for the flags of a published architecture: `pretrain_gpt.py --help
+models` lists them, those that follow it win, and `--dry-run` prints what the name stands for.
 A flag that is not below is an error that names the nearest ones.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from megatron import launcher, log
 from megatron.config.checks.rules import WOULD_STOP
 from megatron.config.command_line import CommandLine, refuse
-from megatron.config.plan import fit
-from megatron.config.plan import report as plan_report
+from megatron.config.plan import fit, tables
 from megatron.config.plan.plan import Plan
 from megatron.data.packed.sample_formats import formats_of, generated_by
-from megatron.data.plan_table import plan_table
+from megatron.data.plan_table import plan_table, validation_note
 from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
+from megatron.data.tokenizers.build import planned_vocabulary
 from megatron.training import preflight
 from megatron.training.feature import features_of
 from megatron.training.script_step import as_batch_step
@@ -21,7 +21,7 @@ def report(line: CommandLine) -> None:
     """Print all of it on rank 0. Exits as `preflight.check_dry` does; raises as they do."""
     if line.rank:
         return
-    plan = plan_report.print_plan(line)
+    plan = tables.print_plan(line, planned_vocabulary(line.config.data))
     if line.script.model_provider:
         log.print_line(
             "model: what model_provider returns; a dry run does not call it, all figures are those "
@@ -78,7 +78,9 @@ def _data_lines(line: CommandLine, plan: Plan) -> tuple[list[str], list[str]]:
         if isinstance(error, ValueError) and not _elsewhere(line, error):
             return ["data: a run would end with the error below"], [str(error)]
         return [f"data: cannot be read on this machine: {error}"], []
-    return ["data:", *plan_table(rows)] if rows else ["data: mock data (--mock-data)"], []
+    return ["data:", *plan_table(rows), *validation_note(rows)] if rows else [
+        "data: mock data (--mock-data)"
+    ], []
 
 
 def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
@@ -113,7 +115,7 @@ def _elsewhere(line: CommandLine, error: ValueError) -> bool:
 def _kernel_lines(line: CommandLine) -> list[str]:
     """Which kernels a run would use here. It needs torch, which the plan does not."""
     try:
-        from megatron.training.logging.kernel_report import kernel_lines
+        from megatron.training.logging.preamble import kernel_lines
 
         return kernel_lines(line.config)
     except (ImportError, ValueError) as error:

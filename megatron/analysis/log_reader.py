@@ -43,7 +43,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LoggedEvaluation:
     """A loss in nats per token on a split (`validation`, `validation-NAME`, `test`) after an
     iteration."""
 
@@ -57,7 +57,7 @@ class Log(NamedTuple):
     """Records and evaluations in the order in which they were written."""
 
     records: list[Record]
-    evaluations: list[Evaluation]
+    evaluations: list[LoggedEvaluation]
 
 
 class Dialect(NamedTuple):
@@ -175,7 +175,7 @@ def read_text(text: str) -> Log:
         _add_rate(record, seq_length, world_size)
         records.append(record)
     evaluations = [
-        Evaluation(
+        LoggedEvaluation(
             int(match["iteration"]),
             "test" if match["of"] == "test" else match["split"],
             float(match["number"]),
@@ -239,7 +239,10 @@ def read_metrics(lines: Iterable[str], path: str) -> Log:
     previous = None
     for number, line in enumerate(lines, 1):
         if previous is not None:
-            raise ValueError(f"{path}, line {number - 1}: {previous}; not a line of --metrics-file")
+            raise ValueError(
+                f"{path}, line {number - 1}: {previous}; give what --metrics-file wrote "
+                "[log-without-losses]"
+            )
         if not line.strip():
             continue
         try:
@@ -249,7 +252,8 @@ def read_metrics(lines: Iterable[str], path: str) -> Log:
             else:
                 metrics.records.append(_row(row))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            previous = f"{type(error).__name__}: {error}"
+            missing = isinstance(error, KeyError)
+            previous = f"{'has no ' * missing}{error}"
     return metrics
 
 
@@ -282,12 +286,12 @@ def _row(row: Mapping[str, Any]) -> Record:
     )
 
 
-def _evaluation(row: Mapping[str, Any]) -> list[Evaluation]:
+def _evaluation(row: Mapping[str, Any]) -> list[LoggedEvaluation]:
     try:
         if not isinstance(row["split"], str):
             return []
         bits = None if row.get("bits_per_byte") is None else float(row["bits_per_byte"])
-        return [Evaluation(int(row["iteration"]), row["split"], float(row["lm_loss"]), bits)]
+        return [LoggedEvaluation(int(row["iteration"]), row["split"], float(row["lm_loss"]), bits)]
     except (ValueError, KeyError, TypeError, OverflowError):
         return []
 
@@ -299,7 +303,7 @@ def read_points(points: Iterable[tuple[str, int, float]]) -> Log:
     training_points = []
     for name, iteration, value in points:
         if name.partition("-")[0] in ("validation", "test"):
-            written.evaluations.append(Evaluation(iteration, name, value))
+            written.evaluations.append(LoggedEvaluation(iteration, name, value))
         else:
             training_points.append((iteration, name, value))
     for iteration, group in groupby(training_points, key=lambda point: point[0]):

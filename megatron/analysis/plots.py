@@ -1,17 +1,15 @@
-"""Runs as pictures: curves of several; memory of traced ranks. The only importer of matplotlib."""
+"""Curves of runs as a picture. The only importer of matplotlib."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
-from megatron.analysis.run_reader import PANELS, Curve, Run, smoothed
-from megatron.analysis.trace_file import RankMemory
+from megatron.analysis.run_reader import PANELS, Curve, RecordedRun, smoothed
 
 RUNS = ("#1f77b4", "#d95f02", "#2a9d4e", "#8e44ad", "#c0392b", "#16a2b8", "#7f6a00", "#555555")
 ENDINGS = (".png", ".svg", ".pdf")
-VISIBLE = 0.001  # of the height of a picture of memory
 
 
 def picture_problems(output: str | None) -> list[str]:
@@ -23,7 +21,7 @@ def picture_problems(output: str | None) -> list[str]:
     ]
 
 
-def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
+def draw_curves(path: str, runs: Sequence[RecordedRun], window: int = 1) -> None:
     """Draw the panels of several runs, one above the other, into an .svg, .png or .pdf; with
     `window` above 1 the mean over that many neighbouring points, and the points themselves faintly.
     Raises ValueError where that cannot be."""
@@ -50,6 +48,15 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
                     linestyle="--" if len(points[0]) > 1 else "",
                     label=label,
                 )
+            for first, reached in run.joins.items():
+                axes.axvspan(first - 1, reached, color=color, alpha=0.12, linewidth=0)
+                axes.axvline(
+                    reached,
+                    color="black",
+                    linewidth=0.8,
+                    linestyle=":",
+                    label=f"ended at {reached}, resumed from {first - 1}",
+                )
         axes.set_ylabel(PANELS[name])
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -72,38 +79,6 @@ def draw_curves(path: str, runs: Sequence[Run], window: int = 1) -> None:
     save_figure(figure, path, "--output")
 
 
-def draw_memory(path: str, ranks: Sequence[RankMemory]) -> None:
-    """Draw the memory of traced ranks over the operations of a step, by kind, one above the other,
-    into an .svg, .png or .pdf. Raises ValueError where that cannot be."""
-    matplotlib = load_matplotlib(f"--output {path}")
-    most = max(sum(point) for rank in ranks for point in zip(*rank.bytes.values(), strict=True))
-    peaks: dict[str, float] = {}
-    for rank in ranks:
-        for kind, values in rank.bytes.items():
-            peaks[kind] = max(peaks.get(kind, 0), *values)
-    kinds = [kind for kind, peak in peaks.items() if peak > VISIBLE * most]
-    colors = dict(zip(kinds, _colors(len(kinds)), strict=True))
-    size = (10, 0.8 + 2.4 * len(ranks))
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(ranks), 1, sharey=True, squeeze=False)[:, 0]
-    for rank, axes in zip(ranks, grid, strict=True):
-        points = len(next(iter(rank.bytes.values())))
-        axes.stackplot(
-            [rank.operations * point for point in range(points)],
-            [rank.bytes.get(kind, [0] * points) for kind in kinds],
-            colors=colors.values(),
-            linewidth=0,
-            step="post",
-        )
-        axes.set_title(f"rank {rank.rank}, pipeline stage {rank.stage}", fontsize=10, loc="left")
-        axes.set_xlim(0, rank.operations * max(1, points - 1))
-        axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(unit="B"))
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[-1].set_xlabel("operations of the step")
-    add_legend(matplotlib, figure, colors)
-    save_figure(figure, path, "--output")
-
-
 def load_matplotlib(flag: str) -> ModuleType:
     try:
         import matplotlib.figure
@@ -115,18 +90,6 @@ def load_matplotlib(flag: str) -> ModuleType:
             "[package-missing]"
         ) from None
     return matplotlib
-
-
-# matplotlib's Figure
-def add_legend(matplotlib: ModuleType, figure, colors: Mapping[str, str]) -> None:
-    patches = matplotlib.patches
-    figure.legend(
-        handles=[patches.Patch(color=color, label=kind) for kind, color in colors.items()],
-        loc="outside upper center",
-        ncols=min(5, len(colors)),
-        frameon=False,
-        fontsize=9,
-    )
 
 
 def _colors(count: int) -> list[str]:

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron.analysis.log_reader import (
-    Evaluation,
     Log,
+    LoggedEvaluation,
     Record,
     read_metrics,
     read_points,
@@ -35,13 +35,13 @@ Reader = Callable[[str], Iterable[tuple[str, int, float]] | None]  # `Feature.re
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """Records in the order of iterations, the last of each; the iterations with which a restarted
-    run took over; iterations and losses of each evaluated split."""
+    run took over, with the last one before; iterations and losses of each evaluated split."""
 
     name: str
     records: list[Record]
-    joins: list[int] = field(default_factory=list)
+    joins: dict[int, int] = field(default_factory=dict)
     evaluations: dict[str, Curve] = field(default_factory=dict)
 
     @cached_property
@@ -59,7 +59,7 @@ class Run:
         return curves
 
 
-def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> Run:
+def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> RecordedRun:
     """The run that wrote these, one after the other, from iteration `first` on: run directories,
     metrics files, logs, or what the `readers` of features know.
 
@@ -76,7 +76,7 @@ def read_run(*paths: str, first: int = 1, readers: Sequence[Reader] = ()) -> Run
         for evaluation in log.evaluations
         if first <= evaluation.iteration <= records[-1].iteration
     )
-    return Run(paths[0], records, joins, _splits(evaluations))
+    return RecordedRun(paths[0], records, joins, _splits(evaluations))
 
 
 def _read(path: str, readers: Sequence[Reader]) -> Log:
@@ -128,15 +128,15 @@ def _text(path: str) -> str:
         ) from None
 
 
-def _joined(records: Iterable[Record]) -> tuple[list[Record], list[int]]:
-    """One history of records that may go back in time, as a restarted run does, and where it
-    did."""
+def _joined(records: Iterable[Record]) -> tuple[list[Record], dict[int, int]]:
+    """One history of records that may go back in time, as a restarted run does; to which iterations
+    it did, from which."""
     latest: dict[int, Record] = {}
-    joins = []
-    last = -math.inf
+    joins = {}
+    last = 0
     for record in records:
         if record.iteration <= last:
-            joins.append(record.iteration)
+            joins[record.iteration] = last
             for later in [iteration for iteration in latest if iteration > record.iteration]:
                 del latest[later]  # the run that was given up
         latest[record.iteration] = record
@@ -144,7 +144,7 @@ def _joined(records: Iterable[Record]) -> tuple[list[Record], list[int]]:
     return [latest[iteration] for iteration in sorted(latest)], joins
 
 
-def _splits(evaluations: Iterable[Evaluation]) -> dict[str, Curve]:
+def _splits(evaluations: Iterable[LoggedEvaluation]) -> dict[str, Curve]:
     """The curve of each split, `test` last; the last of several losses counts."""
     latest = {
         (evaluation.split, evaluation.iteration): evaluation.loss for evaluation in evaluations

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.analysis.run_reader import PANELS, Curve, Run, smoothed
+from megatron.analysis.run_reader import PANELS, Curve, RecordedRun, smoothed
 from megatron.training.logging.short_format import metric, scientific
 
 HEIGHT = {"loss": 14}
 MARGIN = 10  # columns of the numbers next to an axis
 
 
-def text_plot(runs: Sequence[Run], width: int = 80, window: int = 1) -> list[str]:
+def text_plot(runs: Sequence[RecordedRun], width: int = 80, window: int = 1) -> list[str]:
     """The panels of the runs one below the other, in lines of at most `width` characters of ASCII.
 
     A run's training curve has a small letter, its evaluations the capital one; of one run they are

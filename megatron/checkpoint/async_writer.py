@@ -51,7 +51,7 @@ class SharedSlice(NamedTuple):
         )
 
 
-class Job(NamedTuple):
+class WriteJob(NamedTuple):
     """What to write where; if `memory` is not 0, that many bytes must be mapped again first."""
 
     slices: list[SharedSlice]
@@ -114,7 +114,7 @@ class Writer:
                 )
                 shared.view(self._memory).copy_(tensor.detach(), non_blocking=True)
             devices.synchronize(device)
-            self.process.pipe.send(Job(shared_slices, temporary, rank, iteration, 0))
+            self.process.pipe.send(WriteJob(shared_slices, temporary, rank, iteration, 0))
         except OSError as error:
             print(
                 f"WARNING: --async-save: saving synchronously ({error.strerror or error}): rank "
@@ -122,7 +122,7 @@ class Writer:
                 flush=True,
             )
             self._answers.append(
-                _written(Job(shared_slices, temporary, rank, iteration, 0), slices)
+                _written(WriteJob(shared_slices, temporary, rank, iteration, 0), slices)
             )
 
     def done(self) -> bool:
@@ -155,7 +155,7 @@ class Writer:
         try:
             # too little memory is an error here, and SIGBUS later
             os.posix_fallocate(file, 0, size)
-            self.process.pipe.send(Job([], Path(), 0, 0, size))
+            self.process.pipe.send(WriteJob([], Path(), 0, 0, size))
             send_handle(self.process.pipe, file, self.process.pid)
             self._memory = _mapped(file, size)
         finally:
@@ -209,7 +209,7 @@ def _mapped(file: int, size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
 
 
-def _written(job: Job, slices: Sequence[TensorSlice]) -> Failure | None:
+def _written(job: WriteJob, slices: Sequence[TensorSlice]) -> Failure | None:
     """Write the slices; what kept them from being written."""
     try:
         with explained("save in", job.temporary.parent):

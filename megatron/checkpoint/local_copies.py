@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import store
+from megatron.checkpoint import reading
 from megatron.checkpoint.filesystem import (
     DISK,
     CheckpointError,
@@ -24,7 +24,7 @@ from megatron.checkpoint.filesystem import (
     explained,
 )
 from megatron.checkpoint.manifest import Manifest, TensorRecord
-from megatron.checkpoint.sharded import Reader
+from megatron.checkpoint.sharded_reader import Reader
 from megatron.checkpoint.tensor_slices import Box, volume
 from megatron.config.run_directory import (
     entries,
@@ -115,7 +115,7 @@ class PartReader(Reader):
 
 
 @dataclass(frozen=True)
-class RankCheckpoint(store.Checkpoint):
+class RankCheckpoint(reading.Checkpoint):
     """The part of one rank, as a checkpoint."""
 
     def reader(self) -> PartReader:
@@ -125,7 +125,7 @@ class RankCheckpoint(store.Checkpoint):
 def verify(path: Path) -> str | None:
     """Read every byte of a part; returns what is wrong with it."""
     try:
-        metadata = store.read_metadata(path)
+        metadata = reading.read_metadata(path)
         with PartReader(path, metadata.manifest) as reader:
             reader.verify()
     except CheckpointError as error:
@@ -136,7 +136,7 @@ def verify(path: Path) -> str | None:
 def open_part(path: Path, save: str) -> RankCheckpoint:
     """The part in a directory; its manifest has the name of the save, which all ranks have in
     common, in the place of its checksum. Raises CheckpointError."""
-    metadata = store.read_metadata(path)
+    metadata = reading.read_metadata(path)
     # a rank may own none of the optimizer's tensors, and be no part of a run without one
     tensors = {**metadata.manifest.tensors, "optimizer.": TensorRecord((0,), "F32", ())}
     table = replace(metadata.manifest, tensors=tensors, crc32=save)

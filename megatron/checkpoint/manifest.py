@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import tensor_slices
@@ -23,6 +24,7 @@ from megatron.checksums import ALGORITHM, BLOCK_BYTES, crc32
 from megatron.config.run_directory import (
     MANIFEST,
     ForeignCheckpoint,
+    read_small_file,
 )
 from megatron.small_files import UnsafeName, safe_name
 
@@ -34,7 +36,7 @@ _DAMAGED = "the checkpoint is damaged: use another one"
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SavedChunk:
     """One box of a tensor: the file and its key there, and the sum of each block of its bytes
     (checksums.py)."""
 
@@ -50,7 +52,7 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SavedChunk, ...]
 
     def bytes_of(self, box: Box) -> int:
         """Length of a box of this tensor."""
@@ -184,6 +186,11 @@ def merge(
     return merged
 
 
+def read(path: Path) -> Manifest:
+    """The checked manifest in a file. Raises CheckpointError."""
+    return parse(read_small_file(path), str(path))
+
+
 def parse(text: bytes, source: str) -> Manifest:
     """The manifest in `text`, fully checked but for coverage (see check_cover). Raises
     CheckpointError."""
@@ -254,7 +261,7 @@ def _tensor(
         shape,
         value["dtype"],
         tuple(
-            Chunk(
+            SavedChunk(
                 _text(chunk["file"]),
                 _text(chunk["key"]),
                 tuple((_natural_number(low), _natural_number(high)) for low, high in chunk["box"]),

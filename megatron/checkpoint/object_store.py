@@ -308,7 +308,7 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
                 "last, is used [checkpoint-tracker-missing]"
             )
     if iteration is None:
-        if required and store.latest(staging) is None:
+        if required and run_directory.latest(staging) is None:
             raise CheckpointError(
                 f"--load {url}: no checkpoint of this suite there ({store.TRACKER} is missing); "
                 "give the URL that --save named, give --save the same URL (then a first run "
@@ -316,7 +316,7 @@ def fetch(url: str, staging: str, step: int | None = None, required: bool = Fals
             )
         return
     here = RunDirectory(staging).histories
-    local = store.latest(staging)
+    local = run_directory.latest(staging)
     newest = max(iteration, local or 0) if step is None and local in here else iteration
     if newest in here:
         own, there = here[newest], remote.history(iteration)
@@ -482,7 +482,7 @@ class _Upload:
 
     def _bring_newest(self) -> None:
         """Upload the checkpoint that the tracker names, unless it is uploaded already."""
-        newest = store.latest(self.target.staging)
+        newest = run_directory.latest(self.target.staging)
         if newest is None or newest == self._uploaded:
             return
         try:

@@ -26,7 +26,7 @@ def prune(
     removed."""
     if keep_last < 1:
         raise ValueError(f"keep_last {keep_last}: at least one checkpoint must be kept")
-    newest = store.latest(root)
+    newest = run_directory.latest(root)
     if newest is None:
         return []
     run = RunDirectory(root)
@@ -45,7 +45,7 @@ def prune(
 def newest_in(root: Path) -> int | None:
     """The iteration of a slot, None where it is empty or its tracker is damaged."""
     try:
-        return store.latest(root)
+        return run_directory.latest(root)
     except CheckpointError:
         return None
 

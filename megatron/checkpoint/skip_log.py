@@ -8,7 +8,7 @@ A line is a record. Earlier programs wrote one for each range, with an `id`, and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -124,10 +124,16 @@ def read(directory: Path | str) -> tuple[list[str], str]:
     return ([*complete, tail], "") if whole else (complete, tail)
 
 
-def append(directory: Path | str, lines: Sequence[str]) -> None:
-    """Append lines durably, all or none; the incomplete text of an interrupted write at the end is
-    removed. Raises CheckpointError."""
-    write(directory, [*read(directory)[0], *lines])
+def record(
+    directory: Path | str, records: Sequence[SkipRecord], fence: Callable[[], None] = lambda: None
+) -> None:
+    """Have these records in the file, durably, all or none; the incomplete text of an interrupted
+    write at its end is removed. `fence` is called before it is written. Raises CheckpointError."""
+    lines, _ = read(directory)
+    before = parse(lines, str(directory))
+    if new := [record.line() for record in records if record not in before]:
+        fence()
+        write(directory, [*lines, *new])
 
 
 def write(directory: Path | str, lines: Sequence[str]) -> None:
@@ -157,13 +163,14 @@ class Position:
 @dataclass(frozen=True)
 class Skips:
     """The ranges `typed` and the `records`, each with the file it is from, for a run that continues
-    at a `position`. `checkpoints`: those of the run directory `load`."""
+    at a `position`. `checkpoints`: those of the run directory `load`. `read_at`: when, in UTC."""
 
     typed: SkipRanges
     records: Mapping[SkipRecord, str]
     position: Position
     checkpoints: Sequence[int] = ()
     load: str = ""
+    read_at: str = ""
 
     @classmethod
     def read(
@@ -193,7 +200,8 @@ class Skips:
                     f"{torn[:80]!r}"
                 )
             records |= dict.fromkeys(parse(lines, source), source)
-        return cls(typed, records, position, iterations(root) if root else (), str(root or ""))
+        checkpoints = iterations(root) if root else ()
+        return cls(typed, records, position, checkpoints, str(root or ""), now())
 
     def all(self) -> SkipRanges:
         """What is skipped."""

@@ -1,4 +1,4 @@
-"""The run directory: writes iter_XXXXXXX directories atomically, and finds the newest.
+"""The run directory: writes iter_XXXXXXX directories atomically; `reading` finds them again.
 
 A save is written into a hidden sibling, fsynced, renamed, and only then named by the tracker file.
 A process may be killed at any step: what the tracker names is always a complete checkpoint. Knows
@@ -12,7 +12,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -24,8 +23,8 @@ from megatron.checkpoint.filesystem import (
     Disk,
     explained,
 )
-from megatron.checkpoint.manifest import FileRecord, Manifest
-from megatron.checkpoint.sharded import Reader, TensorSlice
+from megatron.checkpoint.manifest import FileRecord
+from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.checksums import crc32
 from megatron.config.run_directory import (
@@ -33,19 +32,12 @@ from megatron.config.run_directory import (
     FINAL,
     STATE,
     TRACKER,
-    ForeignCheckpoint,
-    complete_here,
     entries,
     iteration_directory,
-    latest,
-    read_small_file,
-    tries,
 )
-from megatron.small_files import path_inside
 
 _TEMPORARY = re.compile(r"\.(iter_\d{7,}|[a-z_]+\.(txt|jsonl?))\.tmp-[0-9a-f]{8}")
-_ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
-_FOREIGN = ("mp_rank_00", "mp_rank_00_000", "metadata.json", ".metadata")
+ASIDE = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 
 Value = TypeVar("Value")
 Fence = Callable[[], None]
@@ -64,9 +56,6 @@ def alone(value: Value) -> list[Value]:
 
 def unfenced() -> None:
     """The fence of a directory that nobody else writes into."""
-
-
-# --- writing
 
 
 def save(
@@ -142,6 +131,8 @@ def commit(
     """The second half of `save`: `write` returns when this rank's files are on the disk (or raises
     CheckpointError)."""
     root = temporary.parent
+    # Until all ranks' tensors and the manifest are on the disk, any failure leaves the checkpoint
+    # before as it was; the rename in `publish` is the moment at which the new one exists.
     with _discarded(temporary, rank, gather, disk):
         together(gather, root, write)
         together(gather, root, lambda: finish(temporary, world_size, state, args, disk), rank == 0)
@@ -199,12 +190,12 @@ def clear_leftovers(root: Path, disk: Disk = DISK) -> None:
     leftovers = [
         path
         for path in entries(root)
-        if _ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
+        if ASIDE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
     ]
     if leftovers:
         disk.fsync_directory(root)  # whatever replaced them must be durable before they go
     for path in leftovers:
-        aside = _ASIDE.fullmatch(path.name)
+        aside = ASIDE.fullmatch(path.name)
         if aside and not iteration_directory(root, int(aside[1])).exists():
             # killed in the middle of a replacement
             disk.rename(path, iteration_directory(root, int(aside[1])))
@@ -233,7 +224,7 @@ def finish(
     """Third step, on rank 0 alone, when every rank has done the second: the small files, the
     manifest last. `only`: the directory holds the part of this rank alone."""
     ranks = range(world_size) if only is None else (only,)
-    manifests = [read_manifest(rank_manifest_file(temporary, rank)) for rank in ranks]
+    manifests = [manifest.read(rank_manifest_file(temporary, rank)) for rank in ranks]
     small = {STATE: state.dump(), ARGS: args.encode()}
     records = {name: FileRecord(len(data), crc32(data)) for name, data in small.items()}
     assert manifests[0].iteration == state.iteration, (
@@ -241,6 +232,8 @@ def finish(
     )
     source = str(temporary / manifest.FILE_NAME)
     merged = manifest.merge(manifests, records, source, covers=only is None)
+    # Whoever sees a manifest may rely on all it lists, so it is written after everything else, and
+    # those of the ranks, of which it is made, go before.
     for name, data in small.items():
         disk.write_file(temporary / name, data)
     for rank in ranks:
@@ -280,6 +273,7 @@ def publish(
             disk.rename(final, old)
             disk.fsync_directory(root)
             disk.rename(temporary, final)
+        # The name must be durable before the tracker points to it.
         disk.fsync_directory(root)
         disk.rename(tracker, root / TRACKER)
     except CheckpointError:
@@ -298,7 +292,7 @@ def discard(path: Path, disk: Disk) -> None:
     try:
         # half-removed it must never look like a checkpoint
         if _TEMPORARY.fullmatch(path.name) is None:
-            iteration = _ASIDE.fullmatch(path.name) or FINAL.fullmatch(path.name)
+            iteration = ASIDE.fullmatch(path.name) or FINAL.fullmatch(path.name)
             assert iteration is not None, f"{path} is not ours"
             hidden = path.with_name(f".iter_{int(iteration[1]):07d}.tmp-{secrets.token_hex(4)}")
             disk.rename(path, hidden)
@@ -310,169 +304,3 @@ def discard(path: Path, disk: Disk) -> None:
             disk.remove(path)
     except CheckpointError as error:
         log.warn_once(f"{error} (left behind; it takes space and harms nothing)")
-
-
-# --- reading
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One complete checkpoint: its directory, checked manifest, run state and the text of its args
-    file."""
-
-    directory: Path
-    manifest: Manifest
-    state: RunState
-    args: str
-
-    @property
-    def iteration(self) -> int:
-        """Iterations done when it was saved."""
-        return self.manifest.iteration
-
-    def reader(self) -> Reader:
-        """A reader of its tensors; use it in a `with`."""
-        return Reader(self.directory, self.manifest)
-
-
-def resolve(path: Path | str, step: int | None = None) -> Path | None:
-    """The directory of the checkpoint that `path` means: a run directory, an iter_XXXXXXX in one,
-    or a copy of such.
-
-    Without `step` a run directory means what its tracker names, and None where it has no tracker.
-    Raises CheckpointError where the checkpoint asked for is not there or not one of ours.
-    """
-    path = Path(path)
-    match = FINAL.fullmatch(path.name)
-    if match:
-        if step is not None and step != int(match[1]):
-            raise CheckpointError(
-                f"{path} is iteration {int(match[1])}, but iteration {step} is requested; use "
-                f"--load {path.parent} or omit --ckpt-step [checkpoint-step-missing]"
-            )
-        root = path.parent
-        iteration = int(match[1])
-    elif (path / manifest.FILE_NAME).is_file():
-        if step is not None:
-            raise CheckpointError(
-                f"{path} is one checkpoint, not a run directory: omit --ckpt-step {step} "
-                "[flags-exclude-each-other]"
-            )
-        return path
-    else:
-        root = path
-        requested = latest(path) if step is None else step
-        if requested is None:
-            return None
-        iteration = requested
-    final = iteration_directory(root, iteration)
-    if (final / manifest.FILE_NAME).is_file():
-        return final
-    if not final.exists():
-        for aside in entries(root):  # see publish
-            renamed = _ASIDE.fullmatch(aside.name)
-            if renamed and int(renamed[1]) == iteration and (aside / manifest.FILE_NAME).is_file():
-                return aside
-    raise _why_not(root, final, step is None and not match)
-
-
-def _why_not(root: Path, final: Path, from_tracker: bool) -> CheckpointError:
-    """Why `final` cannot be loaded and what to do."""
-    names = [name for name in _FOREIGN if (final / name).exists()]
-    if names:
-        return ForeignCheckpoint(
-            f"{final} holds {names[0]} and no {manifest.FILE_NAME}: it was written by "
-            "Megatron-LM, whose pickled checkpoints are not loaded directly; "
-            f"{complete_here(root)} [checkpoint-of-another-suite]"
-        )
-    reason = (
-        f"has no {manifest.FILE_NAME}, so it is not complete"
-        if final.exists()
-        else "does not exist"
-    )
-    origin = f", though {TRACKER} names it" if from_tracker else ""
-    return CheckpointError(
-        f"{final} {reason}{origin}; choose another one with --ckpt-step ({complete_here(root)}) "
-        "[checkpoint-incomplete]"
-    )
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The checked manifest in a file."""
-    return manifest.parse(read_small_file(path), str(path))
-
-
-def read_metadata(directory: Path | str) -> Checkpoint:
-    """Everything but the tensors of the checkpoint in `directory` (as resolve returns it), checked.
-
-    The lengths of all its files are compared with the manifest too. Raises CheckpointError naming
-    the file.
-    """
-    directory = Path(directory)
-    table = read_manifest(directory / manifest.FILE_NAME)
-    match = FINAL.fullmatch(directory.name) or _ASIDE.fullmatch(directory.name)
-    if match and int(match[1]) != table.iteration:
-        raise CheckpointError(
-            f"{table.source} is of iteration {table.iteration}, not of {directory.name}: the "
-            "directory was renamed; give it its old name [checkpoint-renamed]"
-        )
-    for name, record in table.files.items():
-        path = directory / name
-        with explained("read", path):
-            length = path_inside(directory, name).stat().st_size
-        if length != record.bytes:
-            raise CheckpointError(
-                f"{path} has {length} bytes, should have {record.bytes}; the checkpoint is "
-                "damaged: use another one [checkpoint-damaged]"
-            )
-    texts = {}
-    for name in (STATE, ARGS):
-        if name not in table.files:
-            raise CheckpointError(
-                f"{table.source} does not list {name}; the checkpoint is damaged: use another one "
-                "[checkpoint-damaged]"
-            )
-        texts[name] = read_small_file(directory / name)
-        if crc32(texts[name]) != table.files[name].crc32:
-            raise CheckpointError(
-                f"{directory / name}: checksum {crc32(texts[name])}, should be "
-                f"{table.files[name].crc32}; the checkpoint is damaged: use another one "
-                "[checkpoint-damaged]"
-            )
-    state = RunState.parse(texts[STATE], str(directory / STATE))
-    if state.iteration != table.iteration:
-        raise CheckpointError(
-            f"{directory / STATE} is of iteration {state.iteration}, the manifest of "
-            f"{table.iteration}; the checkpoint is damaged: use another one [checkpoint-damaged]"
-        )
-    return Checkpoint(directory, table, state, texts[ARGS].decode(errors="replace"))
-
-
-def load(path: Path | str, step: int | None = None) -> Checkpoint | None:
-    """resolve and read_metadata in one: the checkpoint that `path` means, or None where a run
-    directory has none."""
-    directory = resolve(path, step)
-    return None if directory is None else read_metadata(directory)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A checkpoint to try: iteration `step` of the run directory `path`, or, with None, the one
-    directory `path` is."""
-
-    path: str
-    step: int | None
-
-    def open(self) -> Checkpoint:
-        """Its checked metadata. Raises CheckpointError."""
-        checkpoint = load(self.path, self.step)
-        assert checkpoint is not None, f"{self.path} is a run directory"
-        return checkpoint
-
-
-def candidates(
-    path: Path | str, step: int | None = None, snapshots: Sequence[Path] = ()
-) -> tuple[list[Candidate], list[str]]:
-    """As `run_directory.tries`."""
-    listed, problems = tries(path, step, snapshots)
-    return [Candidate(*each) for each in listed], problems

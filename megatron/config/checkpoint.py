@@ -14,7 +14,7 @@ from megatron.config.run_directory import slots
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving and loading."""
+    """Save and load checkpoints."""
 
     save: str | None = arg(None, per_run=True, help="directory to save checkpoints in")
     overwrite_newer_checkpoints: bool = arg(

@@ -11,14 +11,16 @@ import functools
 import shlex
 import time
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron import explain, launcher, log
+from megatron import launcher, log
 from megatron.arguments import (
     Extension,
     ForeignFlags,
+    NamedFlags,
     Parsed,
     Parser,
     build_parser,
@@ -39,6 +41,7 @@ Pretrain a GPT. @FILE reads flags from a file; flags on the command line overrid
 docs/flags.md has all of them, and those of other programs that are read or refused.
 
 The flags one starts with:
+  --model gpt2                  (--help models: published architectures by name), or
   --num-layers 12 --hidden-size 768 --num-attention-heads 12
   --seq-length 1024 --max-position-embeddings 1024
   --micro-batch-size 4 --global-batch-size 32 --train-iters 10000 --lr 6e-4
@@ -70,6 +73,20 @@ _SOURCES = (
 
 
 @dataclass(frozen=True)
+class More:
+    """Flags that few command lines need: those of `tree`, made when a word is unknown, help is
+    asked for or one of the flags `asking` is typed."""
+
+    tree: Callable[[], type[Config]]
+    asking: Set[str]
+
+    def is_needed(self, parsed: Parsed) -> bool:
+        """Whether they may change what was parsed without them."""
+        asked = parsed.help or parsed.explain is not None or parsed.ignored
+        return bool(asked or parsed.problems or self.asking & parsed.typed.keys())
+
+
+@dataclass(frozen=True)
 class CommandLine:
     """A command line without problems. Flags that have no effect have their defaults in `config`.
 
@@ -78,7 +95,7 @@ class CommandLine:
     `extra`: what `extra_args_provider` added, `extra_flags` as typed, one flag each;
     `script`: the functions of a script of one's own. Of --save, --load and --snapshot-dir in an
     object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
-    staging directories.
+    staging directories. `more`: flags that were not needed.
     """
 
     config: Config
@@ -93,6 +110,12 @@ class CommandLine:
     save_url: str | None = None
     load_url: str | None = None
     snapshot_url: str | None = None
+    more: More | None = None
+
+    @property
+    def tree(self) -> type[Config]:
+        """All flags of the program, of which `config` may have some."""
+        return self.more.tree() if self.more else type(self.config)
 
 
 def parser(
@@ -106,7 +129,20 @@ def parser(
         description=DESCRIPTION,
         foreign_flags=functools.partial(foreign_flags, tree),
         extra_args_provider=extra_args_provider,
+        named=NamedFlags(
+            "--model",
+            "the flags of a published architecture, such as llama3-8b; --help models lists all",
+            lambda name: _named_models().named_model(name).words,
+            "models",
+            lambda: _named_models().listing(),
+        ),
     )
+
+
+def _named_models() -> ModuleType:
+    from megatron.config import named_models
+
+    return named_models
 
 
 def foreign_flags(tree: type[Config]) -> ForeignFlags:
@@ -122,16 +158,20 @@ def read(
     environ: Mapping[str, str],
     script: Script = NO_SCRIPT,
     tree: type[Config] = Config,
+    more: More | None = None,
 ) -> CommandLine:
     """The checked command line of this process; `environ` says which rank of how many it is, `tree`
-    has the flags (`config.tree.with_features`). Where the `script` has its own data, flags need not
-    name any, and files that they name are the script's affair.
+    has the flags (`config.tree.with_features`), and `more` those that are read where these do not
+    suffice. Where the `script` has its own data, flags need not name any, and files that they name
+    are the script's affair.
 
     Problems go to stderr of rank 0, one line each, and the process exits with 2; --help exits with
     0.
     """
     flags = parser(tree, script.extra_args_provider)
     parsed = parse(flags, argv)
+    if more and more.is_needed(parsed):
+        return read(argv, environ, script, more.tree())
     launch, wrong = launcher.read(environ)
     wrong += launcher.rendezvous_problems(environ)
     if parsed.help:
@@ -143,11 +183,13 @@ def read(
             print(version_line(flags.prog), flush=True)
         raise SystemExit(0)
     if parsed.explain is not None:
+        from megatron import explain
+
         raise SystemExit(explain.main(parsed.explain) if launch.rank == 0 else 0)
     line, problems = _checked(tree, flags, parsed, launch, script)
     if wrong or problems:
         refuse([*wrong, *problems], launch)
-    return line
+    return replace(line, more=more)
 
 
 def judge(
@@ -157,10 +199,20 @@ def judge(
     extra_args_provider: ExtraArgsProvider | None = None,
 ) -> tuple[list[str], list[str]]:
     """(notes, problems) of a command line on `world_size` ranks, as a dry run would say them."""
+    line, problems = planned(argv, world_size, tree, extra_args_provider)
+    return line.notes, problems
+
+
+def planned(
+    argv: Sequence[str],
+    world_size: int,
+    tree: type[Config] = Config,
+    extra_args_provider: ExtraArgsProvider | None = None,
+) -> tuple[CommandLine, list[str]]:
+    """A command line as a dry run on `world_size` ranks would read it, and its problems."""
     flags = parser(tree, extra_args_provider)
     parsed = parse(flags, [*argv, "--dry-run", "--world-size", str(world_size)])
-    line, problems = _checked(tree, flags, parsed, launcher.read({})[0])
-    return line.notes, problems
+    return _checked(tree, flags, parsed, launcher.read({})[0])
 
 
 def refuse(problems: list[str], launch: launcher.LaunchInfo) -> NoReturn:
@@ -203,6 +255,9 @@ def _checked(
         take(typed, saved, tree)
     defaults = flags.extra.defaults if flags.extra else {}
     config = config_from(tree, {**defaults, **saved.values, **typed})
+    if parsed.name and config.data.vocab_size is None and config.data.tokenizer == "NullTokenizer":
+        typed["vocab_size"] = _named_models().named_model(parsed.name).vocab_size
+        config = config_from(tree, {**defaults, **saved.values, **typed})
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
     judged, of_script = _as_of_script(config, script)
@@ -222,6 +277,8 @@ def _checked(
         *(text for text in refused if not text.startswith(unread) and text not in saved.problems),
     ]
     notes = [*parsed.notes, *accepted, *saved.notes]
+    if parsed.name and config.training.dry_run:
+        notes.append(f"--model {parsed.name}: {_named_models().named_model(parsed.name).flags}")
     if not problems:
         given = {*explicit, *defaults, *saved.changed}
         config, of_needs = _without_what_lacks_its_need(config, script, world_size, given)
@@ -229,7 +286,9 @@ def _checked(
         problems = check.problems(judged, world_size, explicit) if of_needs else []
         notes += of_needs + ([] if problems else check.notes(judged, world_size, explicit))
     c = config.checkpoint
-    urls = [path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)]
+    save, load, snapshots = (
+        path if is_url(path) else None for path in (c.save, c.load, c.snapshot_dir)
+    )
     config = replace(config, checkpoint=staged(c))
     extra = flags.extra.namespace if flags.extra else None
     words = [shlex.join(flag) for flag in flags.extra.words] if flags.extra else []
@@ -243,12 +302,14 @@ def _checked(
         extra,
         words,
         script,
-        *urls,
+        save,
+        load,
+        snapshots,
     ), problems
 
 
 def _without_what_lacks_its_need(
-    config: Config, script: Script, world_size: int, given: Collection[str]
+    config: Config, script: Script, world_size: int, given: Set[str]
 ) -> tuple[Config, list[str]]:
     """The configuration in which given flags without effect have their defaults, and what is said
     of them. A script's own model may read those of the model."""

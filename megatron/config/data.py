@@ -137,6 +137,7 @@ class DataConfig(TokenizerConfig):
     )
     full_validation: bool = arg(
         False,
+        needs=Needs("validation (--eval-iters is 0)", lambda v: v["eval_iters"]),
         help="each validation reads all of its data once, except an incomplete last "
         "micro-batch, instead of --eval-iters batches",
         dump=False,
@@ -144,6 +145,7 @@ class DataConfig(TokenizerConfig):
     num_workers: int = arg(
         2,
         minimum=0,
+        maximum=256,
         help="data workers (read-ahead processes) per rank; 0 reads in the training process",
     )
     dataloader_type: Literal["single", "cyclic"] | None = arg(

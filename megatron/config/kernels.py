@@ -13,10 +13,14 @@ INSTALL_TRANSFORMER_ENGINE = (
     "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]'"
 )
 
+CUDA_GRAPHS = Needs(
+    "--cuda-graph-impl local", lambda v: v["enable_cuda_graph"] or v["cuda_graph_impl"] != "none"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig:
-    """Kernels: implementations that differ in speed, memory and rounding, never in the model."""
+    """Kernels: implementations that differ in speed, memory and rounding."""
 
     transformer_impl: Literal["local", "transformer_engine"] = arg(
         "local",
@@ -60,6 +64,32 @@ class KernelsConfig:
         help="compute weight gradients in the parameter dtype and add them to main_grad "
         "afterwards, instead of accumulating in fp32 directly",
     )
+
+    cuda_graph_impl: Literal["none", "local"] = arg(
+        "none",
+        dump=False,
+        help="local: forward and backward of a micro-batch are one CUDA graph, which the host "
+        "starts with one call (never run on a device)",
+    )
+    enable_cuda_graph: bool = arg(False, dump=False, help="the same as --cuda-graph-impl local")
+    cuda_graph_scope: Literal["full_iteration"] = arg(
+        "full_iteration",
+        dump=False,
+        help="what a CUDA graph holds: full_iteration, all of a micro-batch, from samples to "
+        "gradients",
+    )
+    cuda_graph_warmup_steps: int = arg(
+        3,
+        minimum=1,
+        dump=False,
+        needs=CUDA_GRAPHS,
+        help="iterations before CUDA graphs are recorded, in each process: kernels are tried there",
+    )
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether micro-batches are CUDA graphs, whichever way it was spelled."""
+        return self.enable_cuda_graph or self.cuda_graph_impl != "none"
 
     @property
     def attention(self) -> str:

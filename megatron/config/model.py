@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.config.model_flags import ModelFlags
@@ -18,17 +18,17 @@ from megatron.model.blocks.block import (
     BEFORE_MLP,
     Block,
     LayerSpec,
+    Mixer,
     Residual,
 )
 from megatron.model.blocks.mlp.facts import DenseMLP
-from megatron.model.blocks.moe.facts import MixtureOfExperts
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelFlags):
-    """The architecture."""
+    """The architecture of the model."""
 
-    def _layer(self, moe: bool, rope: Rope | None, window: int | None) -> LayerSpec:
+    def _layer(self, moe: bool, rope: Rope | None, window: int | None, comm_type: str) -> LayerSpec:
         """One that differs from others in these."""
         residual: Residual = "pre"
         if self.use_parallel_residual:
@@ -42,14 +42,27 @@ class ModelConfig(ModelFlags):
             (AFTER_MLP, self.post_mlp_layernorm),
         )
         return LayerSpec(
-            mixer=Attention(self, rope, window),
-            mlp=MixtureOfExperts(self) if moe else DenseMLP(self),
+            mixer=replace(self._mixer(rope, window), comm_type=comm_type),
+            mlp=self._experts() if moe else DenseMLP(self),
             residual=residual,
             norms=tuple(name for name, present in norms if present),
         )
 
+    def _mixer(self, rope: Rope | None, window: int | None) -> Mixer:
+        if not self.multi_latent_attention:
+            return Attention(self, rope, window)
+        from megatron.model.blocks.mla.facts import LatentAttention
+
+        return LatentAttention(self, rope)
+
+    def _experts(self) -> Block:
+        from megatron.model.blocks.moe.facts import MixtureOfExperts
+
+        return MixtureOfExperts(self)
+
     def layer(self, number: int) -> LayerSpec:
-        """What the layer of this (global) number is made of."""
+        """What the layer of this (global) number is made of; multi-token prediction's are counted
+        on behind the decoder's."""
         return _layers(self)[number]
 
     def layer_counts(self, numbers: Iterable[int] | None = None) -> Counter[LayerSpec]:
@@ -83,8 +96,9 @@ class ModelConfig(ModelFlags):
         counts: Counter[str] = Counter()
         for block, count in self.blocks.items():
             counts[block.text] += count
+        layers = self.mtp_layers.stop
         return ", ".join(
-            text + (f" in {count} of {self.num_layers} layers" if count < self.num_layers else "")
+            text + (f" in {count} of {layers} layers" if count < layers else "")
             for text, count in counts.items()
         )
 
@@ -92,10 +106,15 @@ class ModelConfig(ModelFlags):
 @lru_cache(maxsize=8)
 def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers; equal ones are the same object."""
-    specs: dict[tuple[bool, Rope | None, int | None], LayerSpec] = {}
+    specs: dict[tuple[bool, Rope | None, int | None, str], LayerSpec] = {}
     layers = []
-    for number in range(model.num_layers):
-        differs = model.is_moe_layer(number), model.rope(number), model.window_of(number)
+    for number in map(model.kind_of, range(model.mtp_layers.stop)):
+        differs = (
+            model.is_moe_layer(number),
+            model.rope(number),
+            model.window_of(number),
+            model.comm_type_of(number),
+        )
         if differs not in specs:
             specs[differs] = model._layer(*differs)
         layers.append(specs[differs])

@@ -9,7 +9,7 @@ from typing import Literal
 from megatron.arguments import Needs, arg
 from megatron.config.moe import ROUTER_SUMS, MoEConfig, parse_layer_pattern
 from megatron.config.mup import MupConfig
-from megatron.config.rope import Rope, Yarn
+from megatron.config.rope import LongRope, Rope, Yarn
 
 
 def _norm(word: str) -> str:
@@ -17,26 +17,41 @@ def _norm(word: str) -> str:
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(word.lower(), word)
 
 
-ROPE = Needs("--position-embedding-type rope", lambda v: v.config.model.positions == "rope")
+ROPE = Needs("--position-embedding-type rope", lambda v: v.config.model.rotates)
+_MLA = "multi_latent_attention"
+_NO_MLA = Needs(
+    "keys and values of their own (--multi-latent-attention is given)", lambda v: not v[_MLA]
+)
 _YARN = Needs(
     "--position-embedding-type yarn, or rope with --rope-type yarn",
-    lambda v: v.config.model.yarn is not None,
+    lambda v: v.config.model.has_yarn,
 )
-_GATED = Needs("a gated MLP (--swiglu or --geglu)", lambda v: v.config.model.gated)
+_LONGROPE = Needs(
+    "--rope-type longrope, with rotary positions",
+    lambda v: v.config.model.longrope is not None,
+)
+_LENGTHENED = Needs(
+    "--rope-type yarn or longrope",
+    lambda v: v.config.model.has_yarn or v.config.model.longrope is not None,
+)
+_GATED = Needs("a gated MLP (--swiglu, --geglu or --quick-geglu)", lambda v: v.config.model.gated)
+_SIGMOID_GLU = Needs(
+    "--swiglu or --quick-geglu", lambda v: v.config.model.activation in ("swiglu", "quick_geglu")
+)
 _NO_BIASES = Needs(
     "--disable-bias-linear: all linear layers have biases", lambda v: not v["add_bias_linear"]
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig(MupConfig):
+class TransformerConfig:
     """Embeddings, attention, norms and dense MLPs."""
 
     num_layers: int = arg(
         None,
         missing="give the number of transformer layers",
         minimum=1,
-        maximum=1_000_000,
+        maximum=10_000,
         trained=True,
         alias=("--encoder-num-layers",),
         help="number of transformer layers",
@@ -52,8 +67,8 @@ class TransformerConfig(MupConfig):
         None,
         minimum=1,
         trained="ffn",
-        help="MLP hidden size (default: 4 x hidden size, or with --swiglu / --geglu 8/3 x "
-        "hidden size rounded down to a multiple of 64)",
+        help="MLP hidden size (default: 4 x hidden size, or with a gated MLP such as --swiglu "
+        "8/3 x hidden size rounded down to a multiple of 64)",
     )
     ffn_multiple_of: int | None = arg(
         None,
@@ -62,7 +77,7 @@ class TransformerConfig(MupConfig):
         minimum=1,
         trained="ffn",
         dump=False,
-        help="with --swiglu / --geglu, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
+        help="with a gated MLP, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
         "x hidden size rounded UP to a multiple of this",
     )
     num_attention_heads: int = arg(
@@ -74,18 +89,85 @@ class TransformerConfig(MupConfig):
     )
     kv_channels: int | None = arg(
         None,
+        needs=_NO_MLA,
         minimum=1,
         trained="head_dim",
         help="head width (default: hidden size / number of attention heads)",
     )
     group_query_attention: bool = arg(
-        False, trained="query_groups", help="grouped-query attention (GQA)"
+        False, needs=_NO_MLA, trained="query_groups", help="grouped-query attention (GQA)"
     )
     num_query_groups: int = arg(
         1,
+        needs=_NO_MLA,
         minimum=1,
         trained="query_groups",
         help="number of key/value heads, with --group-query-attention",
+    )
+    multi_latent_attention: bool = arg(
+        False,
+        excludes=(
+            *("rotary_interleaved", "rotary_percent", "rotary_seq_len_interpolation_factor"),
+            *("no_rope_freq", "use_rope_scaling", "window_size", "use_mup", "softmax_scale"),
+            *("softmax_type", "attn_logit_softcapping", "qk_layernorm_all_heads"),
+            "qk_layernorm_after_rope",
+        ),
+        trained=True,
+        dump=False,
+        help="multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are "
+        "made of one narrow latent, beside one rotary key",
+    )
+    q_lora_rank: int | None = arg(
+        None,
+        needs=_MLA,
+        minimum=1,
+        trained="latents",
+        dump=False,
+        help="MLA: width of the latent of queries (default: none, queries are made of the hidden "
+        "states)",
+    )
+    kv_lora_rank: int = arg(
+        32,
+        needs=_MLA,
+        minimum=1,
+        trained="latents",
+        dump=False,
+        help="MLA: width of the latent of keys and values; Megatron-LM's MLATransformerConfig has "
+        "512",
+    )
+    qk_head_dim: int = arg(
+        128,
+        needs=_MLA,
+        minimum=1,
+        trained="latents",
+        dump=False,
+        help="MLA: channels of a head of queries and keys without rotary positions",
+    )
+    qk_pos_emb_head_dim: int = arg(
+        64,
+        needs=_MLA,
+        minimum=2,
+        trained="latents",
+        dump=False,
+        help="MLA: channels of a head of queries with rotary positions, beside those; the keys of "
+        "all heads share them",
+    )
+    v_head_dim: int = arg(
+        128,
+        needs=_MLA,
+        minimum=1,
+        trained="latents",
+        dump=False,
+        help="MLA: channels of a head of values",
+    )
+    latent_norm_epsilon: float | None = arg(
+        None,
+        needs=[_MLA, "qk_layernorm"],
+        above=0,
+        trained="latents",
+        dump=False,
+        help="MLA: epsilon of the norms of latents (default: --norm-epsilon); 1e-6 in Hugging "
+        "Face's DeepSeek models",
     )
     seq_length: int = arg(
         None,
@@ -147,6 +229,15 @@ class TransformerConfig(MupConfig):
         trained=True,
         help="divide rotary positions by this (position interpolation)",
     )
+    rotary_ntk_alpha: float = arg(
+        1.0,
+        above=0,
+        needs=ROPE,
+        trained=True,
+        dump=False,
+        help="NTK-aware scaling: the base of the rotary frequencies is multiplied by this to the "
+        "power of d / (d - 2), d rotated channels of a head (Hunyuan)",
+    )
     use_rope_scaling: bool = arg(
         False,
         needs=ROPE,
@@ -163,13 +254,37 @@ class TransformerConfig(MupConfig):
         help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
         dump=False,
     )
-    rope_type: Literal["rope", "yarn"] = arg(
-        "rope",
+    rope_type: Literal["rope", "yarn", "longrope"] | None = arg(
+        None,
         needs=ROPE,
         trained="yarn",
         dump=False,
         help="rotary frequencies as they are, or slowed for a longer context as YaRN does, by "
-        "--rotary-scaling-factor",
+        "--rotary-scaling-factor, or LongRoPE, by --longrope-short-factor and "
+        "--longrope-long-factor (default: rope, with MLA yarn)",
+    )
+    longrope_short_factor: tuple[float, ...] | None = arg(
+        None,
+        needs=_LONGROPE,
+        trained="longrope",
+        dump=False,
+        help="LongRoPE: what each rotary frequency is divided by, in sequences of up to "
+        "--original-max-position-embeddings tokens; generation counts all tokens there may be",
+    )
+    longrope_long_factor: tuple[float, ...] | None = arg(
+        None,
+        needs=_LONGROPE,
+        trained="longrope",
+        dump=False,
+        help="LongRoPE: the same in longer sequences",
+    )
+    longrope_attention_factor: float = arg(
+        1.0,
+        above=0,
+        needs=_LONGROPE,
+        trained="longrope",
+        dump=False,
+        help="LongRoPE: rotated queries and keys are multiplied by this",
     )
     rotary_scaling_factor: float = arg(
         1.0,
@@ -178,16 +293,17 @@ class TransformerConfig(MupConfig):
         trained="yarn",
         dump=False,
         alias=("--yarn-rotary-scaling-factor",),
-        help="YaRN: by how much the context is longer than --original-max-position-embeddings",
+        help="YaRN: by how much the context is longer than --original-max-position-embeddings; "
+        "Megatron-LM's MLATransformerConfig has 40",
     )
     original_max_position_embeddings: int = arg(
         4096,
         minimum=1,
-        needs=_YARN,
+        needs=_LENGTHENED,
         trained="yarn",
         dump=False,
         alias=("--yarn-original-max-position-embeddings",),
-        help="YaRN: positions of the context before it was lengthened",
+        help="YaRN, LongRoPE: positions of the context before it was lengthened",
     )
     beta_fast: float = arg(
         32.0,
@@ -224,7 +340,8 @@ class TransformerConfig(MupConfig):
         trained="yarn",
         dump=False,
         alias=("--yarn-mscale-all-dim",),
-        help="YaRN: see --mscale",
+        help="YaRN: see --mscale; with MLA attention scores are multiplied by the square of 1 + "
+        "0.1 x this x ln of the factor",
     )
     yarn_correction_range_round_to_int: bool = arg(
         True,
@@ -259,6 +376,16 @@ class TransformerConfig(MupConfig):
         dump=False,
         help="layers without the window of --window-size: N for every Nth layer, or a pattern of 1 "
         "(window) and 0 (all tokens) such as [1,1,1,0]*8 (default: none)",
+    )
+    cp_comm_type: tuple[str, ...] = arg(
+        ("p2p",),
+        needs="context_parallel_size",
+        dump=False,
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+        help="context-parallel communication of attention, one for all layers or one for each: p2p "
+        "(keys and values go round a ring), all_gather (of keys and values), a2a (each rank gets "
+        "the whole sequence of some heads) or a2a+p2p (a2a among neighbours, p2p between such "
+        "groups; see --hierarchical-context-parallel-sizes)",
     )
     window_rotary_base: int | None = arg(
         None,
@@ -316,7 +443,8 @@ class TransformerConfig(MupConfig):
         above=0,
         trained="embedding_factors",
         dump=False,
-        help="factor on the output of the word embedding (Granite, Gemma)",
+        help="factor on the output of the word embedding, rounded to the dtype of the weights "
+        "(Granite; Gemma: square root of the hidden size)",
     )
     residual_multiplier: float = arg(
         1.0,
@@ -333,6 +461,21 @@ class TransformerConfig(MupConfig):
         help="factor on attention scores (default: 1 / square root of the head width; with "
         "--use-mup 1 / head width)",
     )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = arg(
+        "vanilla",
+        trained=True,
+        dump=False,
+        help="the softmax of attention has one more score, of no value, in its denominator: with "
+        "off-by-one it is 0, with learnable a parameter of each query head (attention sinks, "
+        "gpt-oss)",
+    )
+    attn_logit_softcapping: float | None = arg(
+        None,
+        above=0,
+        trained=True,
+        dump=False,
+        help="attention scores x become this times tanh(x / this) (Gemma 2; default: no cap)",
+    )
     logits_scaling: float = arg(
         1.0,
         above=0,
@@ -340,8 +483,38 @@ class TransformerConfig(MupConfig):
         dump=False,
         help="the logits are divided by this (Granite)",
     )
+    final_logit_softcapping: float | None = arg(
+        None,
+        above=0,
+        trained=True,
+        dump=False,
+        help="the logits x become this times tanh(x / this) (Gemma 2; default: no cap)",
+    )
+    mtp_num_layers: int | None = arg(
+        None,
+        minimum=1,
+        maximum=64,
+        requires=Needs(
+            "--position-embedding-type rope or none, as in Megatron-LM",
+            lambda v: v.config.model.positions != "learned_absolute",
+        ),
+        dump=False,
+        excludes=("use_mup", "logits_scaling", "enable_cuda_graph", "cuda_graph_impl"),
+        help="multi-token prediction (DeepSeek-V3): this many modules behind the decoder, each of "
+        "which predicts one token further",
+    )
+    mtp_loss_scaling_factor: float = arg(
+        0.1,
+        minimum=0,
+        needs="mtp_num_layers",
+        dump=False,
+        help="factor on the mean of the losses of --mtp-num-layers, which is added to the loss",
+    )
     qk_layernorm: bool = arg(
-        False, trained=True, help="normalize each head of queries and keys", dump=False
+        False,
+        trained=True,
+        help="normalize each head of queries and keys; with MLA their latents",
+        dump=False,
     )
     qk_layernorm_all_heads: bool = arg(
         False,
@@ -354,6 +527,13 @@ class TransformerConfig(MupConfig):
         dump=False,
         help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
         "heads, instead of one per head (OLMo 2, OLMoE)",
+    )
+    qk_layernorm_after_rope: bool = arg(
+        False,
+        needs=[ROPE, "qk_layernorm"],
+        trained=True,
+        dump=False,
+        help="with --qk-layernorm: normalize queries and keys after their rotation (Hunyuan)",
     )
     openai_gelu: bool = arg(
         False,
@@ -374,6 +554,29 @@ class TransformerConfig(MupConfig):
         trained="activation",
         help="GEGLU: gated MLP with GELU",
         dump=False,
+    )
+    quick_geglu: bool = arg(
+        False,
+        excludes=("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu"),
+        trained="activation",
+        dump=False,
+        help="gated MLP with x sigmoid(1.702 x) in the place of GELU (gpt-oss)",
+    )
+    activation_func_clamp_value: float | None = arg(
+        None,
+        above=0,
+        requires=_SIGMOID_GLU,
+        trained=True,
+        dump=False,
+        help="with --swiglu or --quick-geglu: before the activation function the gate is clamped "
+        "from above, the up half from both sides (gpt-oss: 7)",
+    )
+    glu_linear_offset: float = arg(
+        0.0,
+        requires=_SIGMOID_GLU,
+        trained=True,
+        dump=False,
+        help="with --swiglu or --quick-geglu: added to the up half, behind its clamp (gpt-oss: 1)",
     )
     xielu: bool = arg(
         False,
@@ -400,7 +603,7 @@ class TransformerConfig(MupConfig):
     )
     add_qkv_bias: bool = arg(
         False,
-        needs=_NO_BIASES,
+        needs=[_NO_BIASES, _NO_MLA],
         trained="biases",
         dump=False,
         help="bias of the query/key/value projection even with --disable-bias-linear",
@@ -442,7 +645,7 @@ class TransformerConfig(MupConfig):
                 lambda v: not v["init_method_xavier_uniform"],
             ),
         ],
-        minimum=0,
+        above=0,
         help="standard deviation of normally distributed initial values",
     )
     init_method_xavier_uniform: bool = arg(
@@ -508,57 +711,33 @@ class TransformerConfig(MupConfig):
             "position_embedding_type": self.positions,
         }
 
-    @property
-    def attention_scale(self) -> float:
-        """Factor on attention scores."""
-        if self.use_mup and not self.softmax_scale:
-            base = math.sqrt(self.mup_base_head_dim or 1.0)
-            return base / self.head_dim**self.mup_attn_scale_power
-        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
-
-    @property
-    def mup_width(self) -> float:
-        """muP's m, the width relative to the base; 1 without muP."""
-        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
-
-    @property
-    def embedding_factors(self) -> tuple[float, float]:
-        """On the word embedding, and (1 without them) on learned positions."""
-        learned = self.positions == "learned_absolute"
-        both = self.mup_embedding_mult
-        return self.embedding_multiplier * both, both if learned else 1.0
-
-    @property
-    def word_factor(self) -> float:
-        """That on the word embedding."""
-        return self.embedding_factors[0]
-
-    @property
-    def logits_divisor(self) -> float:
-        """What the logits are divided by."""
-        if self.mup_output_mult != 1.0:
-            return self.logits_scaling / self.mup_output_mult
-        return self.logits_scaling * self.mup_width
-
     def rope(self, layer: int) -> Rope | None:
         """Rotary positions of the layer of this (global) number; None without."""
         if not self._rotates(layer):
             return None
-        width = int(self.head_dim * self.rotary_percent)
+        latent = self.multi_latent_attention
+        channels = self.qk_pos_emb_head_dim if latent else self.head_dim
+        width = int(channels * self.rotary_percent)
         if self.window_rotary_base is not None and self.window_of(layer) is not None:
             return Rope(width, self.window_rotary_base, self.rotary_interleaved)
         return Rope(
             width,
-            self.rotary_base,
-            self.rotary_interleaved,
+            self.rotary_base * self.rotary_ntk_alpha ** (width / max(width - 2, 1)),
+            self.rotary_interleaved or latent,
             self.rotary_seq_len_interpolation_factor,
             self.rope_scaling,
             self.yarn,
+            self.longrope,
         )
 
+    @property
+    def rotates(self) -> bool:
+        """Have layers rotary positions? Latent attention has, whatever the embedding has."""
+        return self.positions == "rope" or self.multi_latent_attention
+
     def _rotates(self, layer: int) -> bool:
-        if self.positions != "rope" or self.no_rope_freq is None:
-            return self.positions == "rope"
+        if not self.rotates or self.no_rope_freq is None:
+            return self.rotates
         if self.no_rope_freq.isdecimal():
             return (layer + 1) % int(self.no_rope_freq) != 0
         return not parse_layer_pattern(self.no_rope_freq)[layer]
@@ -569,6 +748,10 @@ class TransformerConfig(MupConfig):
         if self.window_size is None or self._is_full(layer):
             return None
         return self.window_size[0] + 1
+
+    def comm_type_of(self, layer: int) -> str:
+        """--cp-comm-type of the layer of this (global) number."""
+        return self.cp_comm_type[layer % len(self.cp_comm_type)]
 
     def _is_full(self, layer: int) -> bool:
         if self.window_attn_skip_freq is None:
@@ -592,8 +775,9 @@ class TransformerConfig(MupConfig):
 
     @property
     def query_groups(self) -> int:
-        """Key/value heads: as many as query heads without GQA."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+        """Key/value heads: as many as query heads without GQA, and with latent attention."""
+        grouped = self.group_query_attention and not self.multi_latent_attention
+        return self.num_query_groups if grouped else self.num_attention_heads
 
     @property
     def unrotated_layers(self) -> list[int]:
@@ -607,9 +791,16 @@ class TransformerConfig(MupConfig):
         return self.rope_scaling_factor if self.use_rope_scaling else None
 
     @property
+    def has_yarn(self) -> bool:
+        """Are rotary frequencies YaRN's? With latent attention by default."""
+        kind = self.rope_type or ("yarn" if self.multi_latent_attention else "rope")
+        return self.rotates and "yarn" in (kind, self.position_embedding_type)
+
+    @property
     def yarn(self) -> Yarn | None:
-        """YaRN's numbers."""
-        if self.positions != "rope" or "yarn" not in (self.rope_type, self.position_embedding_type):
+        """YaRN's numbers; None with latent attention where its factor is 1."""
+        latent = self.multi_latent_attention
+        if not self.has_yarn or (latent and self.rotary_scaling_factor == 1.0):
             return None
 
         def scale(m: float) -> float:
@@ -622,6 +813,33 @@ class TransformerConfig(MupConfig):
             self.beta_slow,
             round(scale(self.mscale) / scale(self.mscale_all_dim), 12),
             self.yarn_correction_range_round_to_int,
+            scale(self.mscale_all_dim) ** 2 if latent else 1.0,
+        )
+
+    @property
+    def longrope(self) -> LongRope | None:
+        """LongRoPE's numbers."""
+        if self.positions != "rope" or self.rope_type != "longrope":
+            return None
+        return LongRope(
+            self.original_max_position_embeddings,
+            self.longrope_short_factor or (),
+            self.longrope_long_factor or (),
+            self.longrope_attention_factor,
+        )
+
+    @property
+    def latents(self) -> tuple[int | float | None, ...] | None:
+        """Widths of latent attention and the epsilon of its norms; None without."""
+        if not self.multi_latent_attention:
+            return None
+        return (
+            self.q_lora_rank,
+            self.kv_lora_rank,
+            self.qk_head_dim,
+            self.qk_pos_emb_head_dim,
+            self.v_head_dim,
+            self.latent_norm_epsilon or self.norm_epsilon,
         )
 
     @property
@@ -630,7 +848,8 @@ class TransformerConfig(MupConfig):
         base = self.window_rotary_base
         if base is None or self.window is None or self.positions != "rope":
             return None
-        scaled = self.yarn or self.rope_scaling or self.rotary_seq_len_interpolation_factor
+        scaled = self.yarn or self.longrope or self.rope_scaling
+        scaled = scaled or self.rotary_seq_len_interpolation_factor or self.rotary_ntk_alpha != 1
         return base if scaled or base != self.rotary_base else None
 
     @property
@@ -646,20 +865,26 @@ class TransformerConfig(MupConfig):
     @property
     def gated(self) -> bool:
         """Does the first MLP matrix hold a gate and an up half?"""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def activation(self) -> str:
-        """`swiglu`, `geglu`, `squared_relu`, `xielu`, `gelu (tanh)` or `gelu (erf)`.
+        """`swiglu`, `geglu`, `quick_geglu`, `squared_relu`, `xielu`, `gelu (tanh)` or `gelu
+        (erf)`.
 
         GELU is the tanh form where Megatron's fused bias + GELU would run (the default with biases)
         and with --openai-gelu; otherwise the exact one.
         """
-        for name in ("swiglu", "geglu", "squared_relu", "xielu"):
+        for name in ("swiglu", "geglu", "quick_geglu", "squared_relu", "xielu"):
             if getattr(self, name):
                 return name
         tanh = self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
         return "gelu (tanh)" if tanh else "gelu (erf)"
+
+    @property
+    def changed_glu(self) -> bool:
+        """Has the gated MLP a clamp or an offset?"""
+        return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
 
     @property
     def ffn(self) -> int:
@@ -697,15 +922,63 @@ class TransformerConfig(MupConfig):
         """Does the output layer use the embedding's matrix?"""
         return not self.untie_embeddings_and_output_weights
 
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Has the last pipeline stage a copy of the word embedding?"""
+        return self.tied or self.mtp_num_layers is not None
+
+    @property
+    def mtp_layers(self) -> range:
+        """The numbers of multi-token prediction's layers, counted on behind the decoder's."""
+        return range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0))
+
+    def kind_of(self, layer: int) -> int:
+        """The layer of the decoder that the one of this number is like: the last one, of
+        multi-token prediction's."""
+        return min(layer, self.num_layers - 1)
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFlags(MoEConfig, TransformerConfig):
+class ModelFlags(MupConfig, MoEConfig, TransformerConfig):
     """All flags of the architecture, and the sizes that follow from them."""
 
     @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        if self.use_mup and not self.softmax_scale:
+            base = math.sqrt(self.mup_base_head_dim or 1.0)
+            return base / self.head_dim**self.mup_attn_scale_power
+        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def mup_width(self) -> float:
+        """muP's m, the width relative to the base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def embedding_factors(self) -> tuple[float, float]:
+        """On the word embedding, and (1 without them) on learned positions."""
+        learned = self.positions == "learned_absolute"
+        both = self.mup_embedding_mult
+        return self.embedding_multiplier * both, both if learned else 1.0
+
+    @property
+    def word_factor(self) -> float:
+        """That on the word embedding."""
+        return self.embedding_factors[0]
+
+    @property
+    def logits_divisor(self) -> float:
+        """What the logits are divided by."""
+        if self.mup_output_mult != 1.0:
+            return self.logits_scaling / self.mup_output_mult
+        return self.logits_scaling * self.mup_width
+
+    @property
     def moe_layers(self) -> list[int]:
-        """The layers with experts."""
-        return [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
+        """The layers with experts, multi-token prediction's among them."""
+        layers = range(self.mtp_layers.stop)
+        return [layer for layer in layers if self.is_moe_layer(self.kind_of(layer))]
 
     @property
     def router_numbers(self) -> int:

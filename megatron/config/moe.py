@@ -25,6 +25,10 @@ _BALANCING_LOSS = Needs(
     "--moe-router-load-balancing-type aux_loss, seq_aux_loss or global_aux_loss",
     lambda v: v["moe_router_load_balancing_type"] not in (("none",), ("sinkhorn",)),
 )
+_NO_SOFTMAX = Needs(
+    "--moe-router-score-function sigmoid or sqrtsoftplus",
+    lambda v: v["moe_router_score_function"] != "softmax",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +101,19 @@ class MoEConfig:
         help="softmax over all experts before the top-k selection, instead of over the selected "
         "ones after it",
     )
+    moe_router_normalization: Literal["auto", "always", "never"] = arg(
+        "auto",
+        needs=["num_experts", _NO_SOFTMAX],
+        trained="router_function",
+        dump=False,
+        help="divide the scores of a token's selected experts by their sum; auto: where there are "
+        "several (norm_topk_prob of Hugging Face)",
+    )
     moe_router_topk_scaling_factor: float | None = arg(
         None,
         above=0,
         needs="num_experts",
-        trained=True,
+        trained="router_scale",
         dump=False,
         help="factor on the probabilities of the selected experts",
     )
@@ -128,13 +140,22 @@ class MoEConfig:
         dump=False,
         help="group-limited routing: number of groups of experts per token",
     )
+    moe_router_group_score_topk: int | None = arg(
+        None,
+        minimum=1,
+        needs="moe_router_num_groups",
+        trained="group_score_topk",
+        dump=False,
+        help="group-limited routing: a group counts as the sum of this many of its best scores "
+        "(default: --moe-router-topk / --moe-router-group-topk; 1 in DeepSeek-V2, 2 in V3)",
+    )
     moe_router_enable_expert_bias: bool = arg(
         False,
         needs="num_experts",
         trained=True,
         dump=False,
-        help="load balancing without a loss: a bias per expert, added to scores other than "
-        "softmax when experts are selected, follows the number of tokens",
+        help="load balancing without a loss: a bias per expert, added to its score when experts "
+        "are selected, follows the number of tokens",
     )
     moe_router_bias_update_rate: float = arg(
         1e-3,
@@ -253,9 +274,32 @@ class MoEConfig:
         if self.sinkhorn and self.moe_router_topk == 1:
             return "sigmoid"
         if self.moe_router_score_function != "softmax":
-            return self.moe_router_score_function
+            usual = self.moe_router_topk > 1
+            scale = "normalized" if self.normalizes_scores else "not normalized"
+            return self.moe_router_score_function + (
+                "" if self.normalizes_scores == usual else f", {scale}"
+            )
         everyone = self.sinkhorn or self.moe_router_pre_softmax
         return f"softmax over {'all' if everyone else 'the selected'} experts"
+
+    @property
+    def router_scale(self) -> float:
+        """Factor on the probabilities of the selected experts."""
+        return self.moe_router_topk_scaling_factor or 1.0
+
+    @property
+    def normalizes_scores(self) -> bool:
+        """Do scores other than softmax of the selected experts sum to 1?"""
+        choice = self.moe_router_normalization
+        return self.moe_router_topk > 1 if choice == "auto" else choice == "always"
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """How many experts' scores are a group's; None without groups."""
+        chosen = self.moe_router_group_topk
+        if not (self.moe_router_num_groups and chosen):
+            return None
+        return self.moe_router_group_score_topk or self.moe_router_topk // chosen
 
     @property
     def router_losses(self) -> dict[str, float]:

@@ -105,6 +105,29 @@ class MuonConfig:
         "given; blockwise would train another model in each layout and is refused",
     )
 
+    @property
+    def states(self) -> int:
+        """Tensors that a weight keeps beside it, each gathered where the matrix is: the momentum,
+        and NorMuon's second moment."""
+        return 1 if self.muon_neuron_beta2 is None else 2
+
+    @property
+    def spelled(self) -> str:
+        """The flags that say what state its weights have."""
+        return f"--optimizer muon{' --muon-neuron-beta2' * (self.states > 1)}"
+
+    def text(self, precision: str) -> str:
+        """Its name and constants; `precision` is that of Newton-Schulz."""
+        name, neurons = "Muon", ""
+        if self.muon_neuron_beta2 is not None:
+            name, neurons = "NorMuon", f", beta of neurons {self.muon_neuron_beta2:g}"
+        return (
+            f"{name} (momentum {self.muon_momentum:g}, "
+            f"{'' if self.muon_use_nesterov else 'no '}Nesterov, {self.muon_num_ns_steps} "
+            f"Newton-Schulz steps ({self.muon_coefficient_type}) in {precision}, scale "
+            f"{self.muon_scale_mode} x {self.muon_extra_scale_factor:g}{neurons})"
+        )
+
 
 class Stack(NamedTuple):
     """`number` matrices of `rows` x `columns`."""

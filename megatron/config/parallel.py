@@ -7,6 +7,19 @@ from typing import Any, Literal
 
 from megatron.arguments import Needs, arg
 
+# the layers of each chunk of each pipeline stage
+Split = tuple[tuple[range, ...], ...]
+
+# the flags that say which layers a stage has
+LAYOUT = "--pipeline-model-parallel-layout"
+FIRST = "--decoder-first-pipeline-num-layers"
+LAST = "--decoder-last-pipeline-num-layers"
+PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+EMBEDDING = "--account-for-embedding-in-pipeline-split"
+LOSS = "--account-for-loss-in-pipeline-split"
+
 
 def _timeout(phase: str) -> Any:
     """The field of a --hang-timeout-*-seconds."""
@@ -26,6 +39,12 @@ _VIRTUAL_STAGES = Needs(
             or v["pipeline_model_parallel_layout"]
         )
     ),
+)
+
+
+_SHARED = Needs(
+    "--use-distributed-optimizer",
+    lambda v: v["use_distributed_optimizer"] or v["data_parallel_sharding_strategy"] != "no_shard",
 )
 
 
@@ -104,12 +123,14 @@ class ParallelConfig:
         help="context-parallel size (CP): number of ranks that share each sequence; each has"
         " two chunks of it",
     )
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = arg(
-        "p2p",
-        needs="context_parallel_size",
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = arg(
+        None,
+        needs=Needs("--cp-comm-type a2a+p2p", lambda v: "a2a+p2p" in v["cp_comm_type"]),
+        nargs=2,
+        minimum=1,
         dump=False,
-        help="context-parallel communication of keys and values: p2p (ring attention) or "
-        "all_gather; with the others p2p is used",
+        help="--cp-comm-type a2a+p2p: how many neighbouring context-parallel ranks exchange heads, "
+        "and how many such groups form a ring",
     )
     expert_model_parallel_size: int = arg(
         1,
@@ -136,9 +157,19 @@ class ParallelConfig:
         False,
         help="shard master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)",
     )
+    data_parallel_sharding_strategy: Literal[
+        "no_shard", "optim", "optim_grads", "optim_grads_params"
+    ] = arg(
+        "no_shard",
+        dump=False,
+        help="what data-parallel ranks share: optim as --use-distributed-optimizer (ZeRO stage 1), "
+        "optim_grads gradients too (stage 2: each micro-batch's are summed layer by layer), "
+        "optim_grads_params weights too (stage 3, FSDP: gathered for the layer that computes); "
+        "no_shard: what --use-distributed-optimizer says",
+    )
     num_distributed_optimizer_instances: int = arg(
         1,
-        requires="use_distributed_optimizer",
+        requires=_SHARED,
         minimum=1,
         dump=False,
         help="replicas of the sharded optimizer state; each is sharded over data-parallel "
@@ -146,7 +177,7 @@ class ParallelConfig:
     )
     zero_partition: Literal["even", "whole-params"] = arg(
         "even",
-        requires="use_distributed_optimizer",
+        requires=_SHARED,
         dump=False,
         help="with --use-distributed-optimizer, how the state is sharded: even (equal "
         "ranges) or whole-params (whole parameters)",
@@ -156,7 +187,7 @@ class ParallelConfig:
     )
     overlap_param_gather: bool = arg(
         False,
-        requires=["use_distributed_optimizer", "overlap_grad_reduce"],
+        requires=[_SHARED, "overlap_grad_reduce"],
         help="overlap the all-gather of parameters with the next forward pass; needs "
         "--use-distributed-optimizer and --overlap-grad-reduce",
     )
@@ -164,7 +195,7 @@ class ParallelConfig:
         False,
         needs=Needs(
             "--use-distributed-optimizer and --zero-partition even",
-            lambda v: v["use_distributed_optimizer"] and v["zero_partition"] == "even",
+            lambda v: _SHARED.met(v) and v["zero_partition"] == "even",
         ),
         dump=False,
         help="with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and "
@@ -218,6 +249,44 @@ class ParallelConfig:
     local_rank: int | None = arg(
         None, per_run=True, help="rank on this node; set by the launcher", alias=("--local_rank",)
     )
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Do data-parallel ranks share the optimizer's state?"""
+        return self.use_distributed_optimizer or self.data_parallel_sharding_strategy != "no_shard"
+
+    @property
+    def shares_gradients(self) -> bool:
+        """... and gradients?"""
+        return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+
+    @property
+    def shares_weights(self) -> bool:
+        """... and weights?"""
+        return self.data_parallel_sharding_strategy == "optim_grads_params"
+
+    @property
+    def splits_layers(self) -> bool:
+        """Are there several stages, or flags that say which layers each has?"""
+        flags = (
+            self.num_layers_per_virtual_pipeline_stage,
+            self.num_virtual_stages_per_pipeline_rank,
+            self.decoder_first_pipeline_num_layers,
+            self.decoder_last_pipeline_num_layers,
+            self.pipeline_model_parallel_layout,
+            self.account_for_embedding_in_pipeline_split or None,
+            self.account_for_loss_in_pipeline_split or None,
+        )
+        return self.pipeline_model_parallel_size != 1 or set(flags) != {None}
+
+    def split_context(self, comm_type: str) -> tuple[int, int]:
+        """Context-parallel ranks that exchange heads, and that form a ring, where a layer has this
+        --cp-comm-type."""
+        ranks = self.context_parallel_size
+        if comm_type == "a2a":
+            return ranks, 1
+        heads, ring = self.hierarchical_context_parallel_sizes or (1, ranks)
+        return (heads, ring) if comm_type == "a2a+p2p" and ranks > 1 else (1, ranks)
 
     @property
     def expert_tensor_parallel(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,13 @@ class Script:
     model_provider: Callable[..., Any] | None = None
     arguments: Any = None
     complete: bool = True
+
+    @property
+    def takes_batch(self) -> bool:
+        """Is its forward_step called with a batch and the GPT of the flags, as ours is?"""
+        assert self.forward_step is not None
+        first = next(iter(inspect.signature(self.forward_step).parameters), None)
+        return first == "batch" and self.model_provider is None
 
 
 NO_SCRIPT = Script()  # a program that has none

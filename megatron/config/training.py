@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron import host
 from megatron.arguments import Needs, arg
 
 _VALIDATION = Needs("validation (--eval-iters is 0)", lambda v: v["eval_iters"])
@@ -37,7 +38,7 @@ def _gib(word: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The training loop."""
+    """Batch, length of training, evaluation, device."""
 
     micro_batch_size: int = arg(
         None,
@@ -149,8 +150,8 @@ class TrainingConfig:
         ),
         help="with --recompute-granularity selective, what is recomputed in the backward pass: "
         "core_attn (core attention), mlp (MLPs of dense layers), moe (MLPs of MoE layers), moe_act "
-        "(activation function of experts), shared_experts; layernorm and mla_up_proj are accepted "
-        "and keep their activations",
+        "(activation function of experts), shared_experts, mla_up_proj (queries, keys and values "
+        "of MLA, from their latents); layernorm is accepted and keeps its activations",
     )
     moe_layer_recompute: bool = arg(
         False,
@@ -253,7 +254,14 @@ class TrainingConfig:
         requires="dry_run",
         per_run=True,
         help="with --dry-run: memory of each device in GiB, as GPUs are named (80, 80GB or 80GiB "
-        "for an H100): say whether the run fits, and what would if it does not",
+        "for an H100): say whether the run fits, and flags that need less if it does not",
+        dump=False,
+    )
+    verbose: bool = arg(
+        False,
+        requires="dry_run",
+        per_run=True,
+        help="with --dry-run: the kernels that are not used too, and why",
         dump=False,
     )
     world_size: int | None = arg(
@@ -263,6 +271,14 @@ class TrainingConfig:
         help="with --dry-run: number of ranks to plan for (default: the launcher's)",
         dump=False,
     )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Is this planned for a CPU: one that was asked for, or what this machine trains on?"""
+        elsewhere = self.world_size is not None or self.device_memory is not None
+        return self.device == "cpu" or (
+            self.device == "auto" and not elsewhere and not host.shows_accelerator()
+        )
 
     @property
     def recompute(self) -> str | None:

@@ -30,6 +30,8 @@ class Demands:
     # copies of the run that a rank keeps in host memory, by the flag that asks for them
     host_copies: Mapping[str, int] = field(default_factory=dict)
     profile_folder: str | None = None  # where it shows profiles
+    # the flags that ask for the largest attention scores of a step
+    scores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,30 @@ class Config:
     `megatron.config.plan.plan.Plan`."""
 
     model: ModelConfig
-    parallel: ParallelConfig
-    precision: PrecisionConfig
-    kernels: KernelsConfig
+    training: TrainingConfig
     data: DataConfig
     optimizer: OptimizerConfig
     muon: MuonConfig
-    training: TrainingConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    kernels: KernelsConfig
     profiling: ProfilingConfig
 
     @property
+    def has_rings(self) -> bool:
+        """Do keys and values go from rank to rank in attention of a layer?"""
+        types = self.model.cp_comm_type
+        return any(self.parallel.split_context(comm_type)[1] > 1 for comm_type in types)
+
+    @property
     def attention_backend(self) -> str:
-        """The kind of attention that is used: context parallelism and dropout have kernels of their
-        own, whatever was requested."""
+        """The kind of attention that is used: blocks of keys and dropout have kernels of their own,
+        whatever was requested."""
         backend = self.kernels.attention
         fused = backend in ("flash", "fused")
-        if self.parallel.context_parallel_size > 1 or fused and self.model.attention_dropout > 0:
+        if self.has_rings or fused and self.model.attention_dropout > 0:
             return "auto"
         return backend
 
@@ -69,6 +77,11 @@ class Config:
     def needs_subsets(self) -> bool:
         """Does a feature need the tokens and losses of each subset of the data?"""
         return any(demands.subsets for demands in self.demands)
+
+    @property
+    def scored_by(self) -> list[str]:
+        """The flags for which attention records its largest scores."""
+        return [flag for demands in self.demands for flag in demands.scores]
 
     @property
     def counts_subsets(self) -> bool:

@@ -17,14 +17,12 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,9 +44,6 @@ ENTRY = np.dtype([("hash", "<u8"), ("document", "<u8")])
 # made once: it costs as much as all else; str: dates and decimal numbers of parquet
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str)
 KINDS = ("rows", "entries", "fields")  # what the file is made of: ROW, ENTRY, JSON
-BLOCK = 1 << 16  # documents whose values are looked at together
-# a value that has no others in it, as ENCODER writes it
-PLAIN = rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"|[^]"[{},]+)'
 
 
 def sources_path(prefix: str) -> str:
@@ -264,41 +259,6 @@ class _File:
         except (ValueError, TypeError) as error:
             raise self._damaged(error) from None
 
-    def values(self, keys: Sequence[str]) -> Iterator[list[tuple[bytes, ...]]]:
-        """Block by block, of each document the JSON of its values of these keys, b"" for one that
-        it lacks; without keys its input file."""
-        if not keys:
-            inputs = [(json_of(path),) for path, _ in self.trailer.files]
-            for first in range(0, self.count, BLOCK):
-                numbers = self._rows["file"][first : first + BLOCK].tolist()
-                if max(numbers) >= len(inputs):
-                    raise self._damaged("a number of an input is too large")
-                yield [inputs[number] for number in numbers]
-            return
-        # Python's json would take ten times as long for millions of documents
-        members = (
-            b"(?:%s:%s,?)?" % (re.escape(json_of(key)), b"(%s)" % PLAIN if key in keys else PLAIN)
-            for key in self.trailer.keys
-        )
-        # the empty group: with one group alone, findall would not give tuples
-        pattern = re.compile(rb"\{%s()\}" % b"".join(members))
-        stored = [key for key in self.trailer.keys if key in keys]
-        order = [stored.index(key) for key in keys]
-        for first in range(0, self.count, BLOCK):
-            stop = min(first + BLOCK, self.count)
-            text = self._fields[self._fields_start(first) : self._fields_start(stop)].tobytes()
-            # one brace a document: so no match is within a document
-            matches = pattern.findall(text) if text.count(b"{") == stop - first else []
-            if len(matches) != stop - first:
-                yield [self._values(number, keys) for number in range(first, stop)]
-            else:
-                columns = (map(itemgetter(number), matches) for number in order)
-                yield list(zip(*columns, strict=True))
-
-    def _values(self, number: int, keys: Sequence[str]) -> tuple[bytes, ...]:
-        fields = self.fields(number)
-        return tuple(json_of(fields[key]) if key in fields else b"" for key in keys)
-
     def _fields_start(self, number: int) -> int:
         return int(self._rows[number]["fields"]) if number < self.count else len(self._fields)
 
@@ -386,20 +346,6 @@ class DocumentSources:
             **(position if size else {"row": offset}),
             "fields": file.fields(within),
         }
-
-    def values(self, keys: Sequence[str]) -> Iterator[list[tuple[bytes, ...]]]:
-        """In blocks, of each document the JSON of its values of these keys, b"" for one that it
-        lacks; without keys the path of its input file. Raises ValueError for a key that was not
-        kept."""
-        stored = self._files[0].trailer.keys
-        for key in keys:
-            if key not in stored:
-                raise ValueError(
-                    f"--by {key}: the documents of {self._prefix} have {' '.join(stored)}; give "
-                    "some of these, or make the data again with preprocess_data.py "
-                    f"--metadata-keys {' '.join(stored)} {key} [document-sources-missing]"
-                )
-        return chain.from_iterable(file.values(keys) for file in self._files)
 
     def with_id(self, name: str) -> list[int]:
         """The documents with this id, in ascending order."""

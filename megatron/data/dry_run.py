@@ -16,8 +16,8 @@ from megatron.data.blend.splits import SPLITS, Blend, normalize, parse_split, sp
 from megatron.data.build import DEFAULT_SPLIT, read_blends
 from megatron.data.epoch.token_files import (
     Bounds,
+    FileSpan,
     ScatteredTokens,
-    Span,
     TokenFile,
     check_heads,
     read_token_files,
@@ -50,7 +50,7 @@ class SplitFiles:
     number: int
     own: bool
 
-    def span(self, prefix: str) -> Span:
+    def span(self, prefix: str) -> FileSpan:
         """This split's part of a file."""
         return self.files[prefix].spans[self.number]
 
@@ -124,10 +124,10 @@ def _scattered(prefix: str, split_bounds: Sequence[Bounds]) -> TokenFile:
     """The numbers of a pair whose sequences lie anywhere in it."""
     corpus = IndexedDataset(prefix)
 
-    def span(sequences: range) -> Span:
+    def span(sequences: range) -> FileSpan:
         ends = np.searchsorted(corpus.document_indices[:-1], (sequences.start, sequences.stop))
         tokens = int(corpus.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-        return Span(sequences, int(ends[1] - ends[0]), 0, tokens)
+        return FileSpan(sequences, int(ends[1] - ends[0]), 0, tokens)
 
     spans = {
         number: span(split_range(bounds, len(corpus)))
@@ -188,7 +188,7 @@ def _rows(split: SplitFiles, sequence_length: int, drawn: bool = True) -> list[R
     ]
 
 
-def _check_filled(split: str, prefix: str, span: Span, sequence_length: int) -> None:
+def _check_filled(split: str, prefix: str, span: FileSpan, sequence_length: int) -> None:
     if span.tokens <= sequence_length:
         without = "" if split == "train" else ", set it to 0 to go without"
         raise ValueError(

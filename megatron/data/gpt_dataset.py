@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron import log
+from megatron import host, log
 from megatron.data.file_access import IndexArrays
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.plan_table import Row
@@ -23,6 +23,7 @@ CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the ca
 INDEX_NAMES = ("document_index", "sample_index", "shuffle_index")
 # a last epoch used less than this is shuffled on its own, so that it is not thinned out
 SEPARATE_BELOW = 0.80
+SAMPLE_BYTES = 12  # of a sample's start and place, while both are narrow
 
 
 class TokenSequences(Protocol):
@@ -101,6 +102,13 @@ def build_indices(
     """
     random = np.random.RandomState(seed)
     dtype = document_index_dtype(sequences.stop)
+    nbytes = plan.num_epochs * len(sequences) * dtype.itemsize + plan.num_samples * SAMPLE_BYTES
+    if nbytes > host.total_memory():
+        raise ValueError(
+            f"{plan.num_samples:,} samples: their index takes {nbytes / 2**30:,.0f} GiB, more than "
+            "this host has; ask for less (--train-iters, --eval-iters), or --data-order epoch, "
+            "which has none [not-enough-memory]"
+        )
     epoch = np.arange(sequences.start, sequences.stop, dtype=dtype)
     repeats = [plan.num_epochs - 1, 1] if plan.separate_last_epoch else [plan.num_epochs]
     copies = [np.tile(epoch, n) for n in repeats]

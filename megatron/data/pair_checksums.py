@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from megatron.checksums import ALGORITHM, block_sums, file_sum, sum_of_file
 from megatron.data.parts import part_set
 from megatron.data.tokenizers import metadata
+from megatron.small_files import replace_text
 
 FILES = metadata.FILES
 HEADER_BYTES = 34
@@ -24,22 +25,10 @@ REMEDY = (
 )
 
 
-def order_sha256(index: bytes | memoryview) -> str:
+def order_sha256(index: bytes | memoryview | mmap.mmap) -> str:
     """The sha256 of the header and the lengths of an .idx."""
     sequences = int.from_bytes(index[18:26], "little")
-    return hashlib.sha256(index[: HEADER_BYTES + 4 * sequences]).hexdigest()
-
-
-def _order_of(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        header = file.read(HEADER_BYTES)
-        remaining = 4 * int.from_bytes(header[18:26], "little")
-        digest.update(header)
-        while remaining and (block := file.read(min(remaining, 1 << 24))):
-            digest.update(block)
-            remaining -= len(block)
-    return digest.hexdigest()
+    return hashlib.sha256(memoryview(index)[: HEADER_BYTES + 4 * sequences]).hexdigest()
 
 
 def sums_of(
@@ -53,13 +42,18 @@ def sums_of(
             "bytes": os.path.getsize(sources_file),
             "sum": sum_of_file(sources_file),
         }
+    with (
+        open(idx_file, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as index,
+    ):
+        order = order_sha256(index)
     return {
         "algorithm": ALGORITHM,
         "bin": {"bytes": os.path.getsize(bin_file), "sum": sum_of_file(bin_file, threads=threads)},
         "idx": {
             "bytes": os.path.getsize(idx_file),
             "sum": sum_of_file(idx_file),
-            ORDER: _order_of(idx_file),
+            ORDER: order,
         },
         **sources,
     }
@@ -82,17 +76,7 @@ def write_sums(prefix: str) -> None:
     note = metadata.note(prefix, verify=False) or {}
     sources = f"{prefix}.sources" if "sources" in note.get(FILES, {}) else None
     text = describe_with_sums(note, f"{prefix}.bin", f"{prefix}.idx", sources_file=sources)
-    path = metadata.json_path(prefix)
-    partial = f"{path}.{uuid.uuid4().hex}.tmp"
-    try:
-        with open(partial, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.unlink(partial)
+    replace_text(metadata.json_path(prefix), text)
 
 
 def recorded(prefix: str) -> dict[str, Any] | None:

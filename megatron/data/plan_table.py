@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+MANY_EPOCHS = 20  # of validation: what they find is known after the first
 SHOWN = 40  # rows of a split; the rest is summarized in one line
 TITLES = ("split", "data", "documents", "tokens", "samples", "share", "epochs")
 
@@ -67,3 +68,16 @@ def plan_table(rows: Sequence[Row]) -> list[str]:
         padded = (align(cell, n) for align, cell, n in zip(aligned, line, width, strict=True))
         lines.append(f"  {'  '.join(padded)}")
     return lines
+
+
+def validation_note(rows: Sequence[Row]) -> list[str]:
+    """A line where validation reads its data again and again."""
+    valid = [row for row in rows if row.split == "valid"]
+    tokens = sum(row.tokens for row in valid)
+    epochs = sum(row.samples * row.sequence_length for row in valid) / tokens if tokens else 0.0
+    if epochs <= MANY_EPOCHS:
+        return []
+    return [
+        f"note: all evaluations together read the {tokens:,} tokens of validation {epochs:,.0f} "
+        "times; fewer --eval-iters take less time and find the same [validation-repeats]"
+    ]

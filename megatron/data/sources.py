@@ -110,7 +110,7 @@ def _with_urls(rows: list[Row], data: DataConfig) -> list[Row]:
     return [replace(row, name=with_urls(row.name, data)) for row in rows]
 
 
-class Choice(NamedTuple):
+class SourceRow(NamedTuple):
     """A source, and whether the flags choose it."""
 
     chosen: Callable[[DataConfig], bool]
@@ -119,10 +119,10 @@ class Choice(NamedTuple):
 
 # The first whose condition holds is taken.
 SOURCES = (
-    Choice(lambda data: data.packed_samples, Packed()),
-    Choice(lambda data: data.mock_data, Mock()),
-    Choice(lambda data: data.data_order == "epoch", EpochOrder()),
-    Choice(lambda data: True, MegatronOrder()),
+    SourceRow(lambda data: data.packed_samples, Packed()),
+    SourceRow(lambda data: data.mock_data, Mock()),
+    SourceRow(lambda data: data.data_order == "epoch", EpochOrder()),
+    SourceRow(lambda data: True, MegatronOrder()),
 )
 
 

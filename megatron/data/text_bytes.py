@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.data.sample_lookup import Dataset, is_blend
-from megatron.data.tokenizers import metadata as provenance
 
 
 def bits_per_byte(loss: float | None, bytes_per_token: float | None) -> float | None:
@@ -39,6 +39,8 @@ def _shares(dataset: Dataset) -> Sequence[float]:
 
 
 def _of_member(member: Dataset) -> float | None:
+    if isinstance(member, MockGPTDataset):
+        return None
     if hasattr(member, "corpus"):
         return _of_pair(member.corpus.path_prefix)
     if hasattr(member, "token_counts"):
@@ -48,7 +50,9 @@ def _of_member(member: Dataset) -> float | None:
 
 
 def _of_pair(prefix: str) -> float | None:
-    size = provenance.text_size(prefix)
+    from megatron.data.tokenizers.metadata import text_size
+
+    size = text_size(prefix)
     return None if size is None else size[1] / size[0]
 
 

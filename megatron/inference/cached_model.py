@@ -10,9 +10,10 @@ import torch
 
 from megatron import device as devices
 from megatron.inference.linear import hidden_dtype, replace_linear_layers
-from megatron.inference.static_step import NotStatic, StaticStep, bucket
+from megatron.inference.static_step import StaticStep, bucket
+from megatron.kernels.cuda_graph import NotStatic
 from megatron.model.blocks.cache import Cache, CachedTokens
-from megatron.model.blocks.module import LayerInputs
+from megatron.model.blocks.module import BlockModule, LayerInputs
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import all_gather
 
@@ -34,17 +35,26 @@ class CachedModel:
         self.rows = rows
         self.length = length
         self._device = next(model.parameters()).device
-        dtype = hidden_dtype(model)
-        self._caches: list[Cache] = []
-        for layer in model.decoder.layers.values():
-            for block in layer.blocks():
-                block.cache = block.new_cache(rows, length, dtype)
-                if block.cache is not None:
-                    self._caches.append(block.cache)
+        self._dtype = hidden_dtype(model)
+        layers = model.decoder.layers.values()
+        self._caches = self._give_caches([block for layer in layers for block in layer.blocks()])
+        for tables in model.decoder.rotary:
+            tables.tokens = length
         replace_linear_layers(model)
         self._step: StaticStep | None = None
         if devices.has_graphs(self._device) and model.ctx.tp.size == 1:
             self._step = StaticStep(self._logits, rows, length, self._device)
+
+    def _give_caches(self, blocks: Sequence[BlockModule]) -> list[Cache]:
+        """The new caches of those of the blocks that need one."""
+        for block in blocks:
+            block.cache = block.new_cache(self.rows, self.length, self._dtype)
+        return [block.cache for block in blocks if block.cache is not None]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches of this rank."""
+        return sum(cache.nbytes for cache in self._caches)
 
     @torch.inference_mode()
     def forward(
@@ -65,6 +75,14 @@ class CachedModel:
                 self._step = None
         elif self._step is not None:
             s = bucket(s, SHORTEST_PROMPT, max(s, self.length - max(starts)))
+        ids, cached = self._placed(tokens, starts, row, s)
+        return self._logits(ids, cached, None if s == 1 else lengths)
+
+    def _placed(
+        self, tokens: Sequence[Sequence[int]], starts: Sequence[int], row: int, s: int
+    ) -> tuple[torch.Tensor, CachedTokens]:
+        """The lists of tokens padded to [b, s], and where they are in the cache."""
+        lengths = [len(each) for each in tokens]
         ids = torch.tensor(
             [[*each, *[0] * (s - len(each))] for each in tokens], device=self._device
         )
@@ -72,25 +90,33 @@ class CachedModel:
         positions = torch.tensor(starts, device=self._device).unsqueeze(1) + offsets
         if min(lengths) < s:  # padding must not be written behind the end of the cache
             positions.clamp_(max=self.length - 1)
-        cached = CachedTokens(row, self.length, starts, positions, max(starts) + s, lengths)
-        return self._logits(ids, cached, None if s == 1 else lengths)
+        return ids, CachedTokens(row, self.length, starts, positions, max(starts) + s, lengths)
 
     def _logits(
         self, ids: torch.Tensor, cached: CachedTokens, lengths: Sequence[int] | None = None
     ) -> torch.Tensor:
         """Logits [b, vocab] after tokens [b, s]; of the first ones of each row, where `lengths`
         says how many."""
-        for cache in self._caches:
-            cache.tokens = cached
-        model = self.model
-        assert model.embedding is not None and model.output_layer is not None, "a whole model"
-        x = model.embedding(ids, cached.positions)
-        x = model.decoder(x, LayerInputs(), ids.shape[1], cached.positions)
+        x = self._hidden(ids, cached)
         if lengths is not None:
             ends = torch.tensor(lengths, device=self._device) - 1
             x = x[ends, torch.arange(len(lengths), device=self._device)].unsqueeze(0)
-        logits = all_gather(model.output_layer(x), model.ctx.tp, dim=-1)
-        return logits[0, :, : model.vocab_size]
+        return self._vocabulary(x)[0]
+
+    def _hidden(self, ids: torch.Tensor, cached: CachedTokens) -> torch.Tensor:
+        """Hidden states [s, b, h] behind the last layer of tokens [b, s]."""
+        for cache in self._caches:
+            cache.tokens = cached
+        model = self.model
+        assert model.embedding is not None, "a whole model"
+        x = model.embedding(ids, cached.positions)
+        hidden: torch.Tensor = model.decoder(x, LayerInputs(), ids.shape[1], cached.positions)
+        return hidden
+
+    def _vocabulary(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits [s, b, vocab] of hidden states, of the whole vocabulary on every rank."""
+        logits = all_gather(self.model.logits(x), self.model.ctx.tp, dim=-1)
+        return logits[..., : self.model.vocab_size]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of the sequence `source` to the sequence `target`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +15,9 @@ from megatron.inference.choose import choose, log_probabilities
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import broadcast_
+
+if TYPE_CHECKING:
+    from megatron.inference.speculative import SpeculativeModel
 
 PREFILL_TOKENS = 512  # of prompts in one step, so that a long one does not hold up the others
 
@@ -45,7 +50,7 @@ class NewToken:
 @dataclass(eq=False)
 class Generation:
     """A request on its way: `tokens` with the prompt, of which the first `cached` are in the cache,
-    and `finish_reason` None, "stop" or "length"."""
+    and `finish_reason` None, "stop" or "length". `drafts`: what the heads expect after them."""
 
     request: Request
     tokens: list[int]
@@ -53,21 +58,51 @@ class Generation:
     cached: int = 0
     count: int = 0
     finish_reason: str | None = None
+    drafts: Sequence[int] = ()
+
+
+# a request, a token more or None at a stop token, and why the request ends with it
+Given = tuple[Generation, NewToken | None, str | None]
 
 
 class Engine:
     """Decodes up to `rows` requests together, of up to `length` tokens each (default: as many as
     the model has positions).
 
+    With `drafts` the heads of the model draft so many tokens of each request, and a step gives it
+    those that are what is chosen, one after the other, and one more: text and draws are the same as
+    without. `drafted` and `accepted` count, by depth, the drafts that were compared and those that
+    agreed up to there.
+
     With tensor parallelism every rank does the same calls; rank 0 of the group chooses the tokens.
     """
 
-    def __init__(self, model: GPTModel, rows: int, length: int | None = None):
+    def __init__(self, model: GPTModel, rows: int, length: int | None = None, drafts: int = 0):
         self.length = min(length or model.max_positions, model.max_positions)
         self.rows = rows
-        self._model = CachedModel(model, rows, self.length)
+        self.drafted = [0] * drafts
+        self.accepted = [0] * drafts
+        self._heads: SpeculativeModel | None = None
+        if drafts:
+            from megatron.inference.speculative import SpeculativeModel
+
+            self._heads = SpeculativeModel(model, rows, self.length, drafts)
+        self._model = self._heads or CachedModel(model, rows, self.length)
         self._tp = model.ctx.tp
         self._running: list[Generation] = []  # in the order of the rows of the cache
+
+    @property
+    def size(self) -> str:
+        """Its rows, their tokens and this rank's bytes of cache, as text."""
+        nbytes = self._model.cache_bytes
+        return f"batch size {self.rows}, context {self.length}, cache {nbytes:,} bytes"
+
+    @property
+    def acceptance(self) -> str:
+        """The shares of the drafts that were accepted, as text."""
+        pairs = zip(self.accepted, self.drafted, strict=True)
+        shares = [f"{yes / max(1, of):.3f} of {of}" for yes, of in pairs]
+        return f"drafts accepted, by depth: {', '.join(shares)}"
 
     @property
     def running(self) -> int:
@@ -110,17 +145,18 @@ class Engine:
         """End a request here, if it has not ended, because of what its text is."""
         if generation.finish_reason is None:
             generation.finish_reason = "stop"
-            self.remove(generation)
+            if generation in self._running:
+                self.remove(generation)
 
-    def step(self) -> list[tuple[Generation, NewToken | None]]:
-        """One new token for each request whose prompt has been read, after reading up to
-        PREFILL_TOKENS of prompts.
+    def step(self) -> Iterator[tuple[Generation, NewToken | None]]:
+        """One new token, or more with drafts, for each request whose prompt has been read, after
+        reading up to PREFILL_TOKENS of prompts.
 
         A request that ends with a stop token comes with None in place of it. Those that are
-        finished are removed.
+        finished are removed; `finish_reason` is set with the last token.
         """
         new = self._prefill()
-        ready = {id(generation) for generation, _ in new}
+        ready = {id(generation) for generation, *_ in new}
         decoding = [
             generation
             for generation in self._running
@@ -128,9 +164,16 @@ class Engine:
         ]
         if decoding:
             new += self._decode(decoding)
-        return new
+        return self._hand_on(new)
 
-    def _prefill(self) -> list[tuple[Generation, NewToken | None]]:
+    def _hand_on(self, new: Sequence[Given]) -> Iterator[tuple[Generation, NewToken | None]]:
+        """One by one, without what follows where the caller stops a request."""
+        for generation, token, reason in new:
+            if generation.finish_reason is None:
+                generation.finish_reason = reason
+                yield generation, token
+
+    def _prefill(self) -> list[Given]:
         """Read prompts, oldest first; the new tokens of those that were read to their end."""
         new = []
         budget = PREFILL_TOKENS
@@ -145,7 +188,11 @@ class Engine:
             generation.cached += len(tokens)
             budget -= len(tokens)
             if generation.cached == len(generation.tokens):
-                new += self._choose(logits, {0: generation})
+                new += self._choose(logits.unsqueeze(1), {0: generation})
+            if self._heads and generation in self._running:
+                row = self._running.index(generation)
+                read = generation.tokens, generation.cached
+                (generation.drafts,) = self._heads.draft([read], row)
         return new
 
     def _shorten(self, generation: Generation) -> None:
@@ -156,55 +203,77 @@ class Engine:
         generation.tokens = generation.tokens[-tokens:]
         generation.cached = 0
 
-    def _decode(self, decoding: list[Generation]) -> list[tuple[Generation, NewToken | None]]:
-        """One token more. All rows are computed; what others have there is overwritten when they
-        are read on."""
+    def _decode(self, decoding: list[Generation]) -> list[Given]:
+        """One token more, or several. All rows are computed; what others have there is overwritten
+        when they are read on."""
         ready = {self._running.index(generation): generation for generation in decoding}
         starts = [min(generation.cached, self.length - 1) for generation in self._running]
+        count = 1 + min(len(self.drafted), self.length - 1 - max(starts))
         tokens = [
-            [generation.tokens[start]]
+            [generation.tokens[start], *generation.drafts, *[0] * count][:count]
             for generation, start in zip(self._running, starts, strict=True)
         ]
-        logits = self._model.forward(tokens, starts)
-        for generation in decoding:
-            generation.cached += 1
-        return self._choose(logits, ready)
+        if self._heads is None:
+            return self._choose(self._model.forward(tokens, starts).unsqueeze(1), ready)
+        new = self._choose(self._heads.verify(tokens, starts), ready)
+        if self._running:
+            read = [(generation.tokens, generation.cached) for generation in self._running]
+            drafts = self._heads.draft(read)
+            for generation, expected in zip(self._running, drafts, strict=True):
+                generation.drafts = expected
+        return new
 
-    def _choose(
-        self, logits: torch.Tensor, generations: Mapping[int, Generation]
-    ) -> list[tuple[Generation, NewToken | None]]:
-        """The next token of each, from its row of logits [b, vocab], with one read from the device.
-        The finished ones leave their rows: they have no token that the next forward pass could
-        read."""
+    def _choose(self, logits: torch.Tensor, generations: Mapping[int, Generation]) -> list[Given]:
+        """The next tokens of each, from its row of logits [b, s, vocab] after its last token and
+        the first s - 1 of its drafts, with one read from the device. The finished ones leave their
+        rows: they have no token that the next forward pass could read."""
         device = logits.device
         requests = [generation.request for generation in generations.values()]
         if not all(each.sampling.takes_largest and each.logprobs is None for each in requests):
             logits = logits.cpu()
         chosen = logits.argmax(-1).tolist()
         for row, generation in generations.items():
-            sampling = generation.request.sampling
-            if not sampling.takes_largest:
-                chosen[row] = choose(logits[row], sampling, generation.generator, generation.tokens)
+            if not generation.request.sampling.takes_largest:
+                self._draw(chosen[row], logits[row], generation)
         if self._tp.size > 1:
             chosen = broadcast_(torch.tensor(chosen, device=device), self._tp).tolist()
-        new = [
-            (generation, self._advance(generation, chosen[row], logits[row]))
-            for row, generation in generations.items()
-        ]
-        for generation in generations.values():
-            if generation.finish_reason:
+        new: list[Given] = []
+        for row, generation in generations.items():
+            drafts = generation.drafts[: len(chosen[row]) - 1]
+            agreed = 0
+            for token, draft in zip_longest(chosen[row], drafts):
+                new.append(self._advance(generation, token, logits[row, agreed]))
+                if new[-1][-1] or token != draft:
+                    break
+                agreed += 1
+            compared = agreed if new[-1][-1] else len(drafts)
+            for depth in range(compared):
+                self.drafted[depth] += 1
+                self.accepted[depth] += depth < agreed
+            generation.cached = len(generation.tokens) - 1
+        for generation, _, reason in new:
+            if reason:
                 self.remove(generation)
         return new
 
-    def _advance(self, generation: Generation, token: int, logits: torch.Tensor) -> NewToken | None:
+    def _draw(self, chosen: list[int], logits: torch.Tensor, generation: Generation) -> None:
+        """Put the tokens of logits [s, vocab] into `chosen`, as far as they are the drafts. Each is
+        drawn with those before it: by what it is, not how, a draft is accepted."""
+        for i, draft in zip_longest(range(len(chosen)), generation.drafts[: len(chosen) - 1]):
+            previous = generation.tokens + chosen[:i]
+            sampling = generation.request.sampling
+            chosen[i] = choose(logits[i], sampling, generation.generator, previous)
+            if chosen[i] != draft:
+                return
+
+    def _advance(self, generation: Generation, token: int, logits: torch.Tensor) -> Given:
         request = generation.request
         if token in request.stop_ids:
-            generation.finish_reason = "stop"
-            return None
+            return generation, None, "stop"
         generation.tokens.append(token)
         generation.count += 1
-        if generation.count >= request.max_new_tokens:
-            generation.finish_reason = "length"
+        reason = "length" if generation.count >= request.max_new_tokens else None
         if request.logprobs is None:
-            return NewToken(token)
-        return NewToken(token, *log_probabilities(logits, token, request.logprobs))
+            return generation, NewToken(token), reason
+        logged = NewToken(token, *log_probabilities(logits, token, request.logprobs))
+        return generation, logged, reason

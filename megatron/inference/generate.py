@@ -36,6 +36,7 @@ def load_model(
     tensor_parallel: int = 1,
     script: Script = NO_SCRIPT,
     dtype: str = "auto",
+    drafts: int = 0,
 ) -> LanguageModel:
     """The model of a run directory or an iter_XXXXXXX in it, with its tokenizer. What is said on
     the way goes to stderr. Arguments and errors are those of `open_trained_model`."""
@@ -45,7 +46,7 @@ def load_model(
 
     with contextlib.redirect_stdout(sys.stderr):
         trained = open_trained_model(
-            str(path), step, tokenizer_files, device, tensor_parallel, script, dtype
+            str(path), step, tokenizer_files, device, tensor_parallel, script, dtype, drafts
         )
     return LanguageModel(trained)
 
@@ -97,12 +98,13 @@ class LanguageModel:
         seed: int = 1234,
         stop: str | Sequence[str] = (),
         batch_size: int = 8,
+        num_speculative_tokens: int = 0,
     ) -> str | list[str]:
         """The text after a prompt, or the list of those after several, `batch_size` at a time.
 
         `temperature` 0 is greedy; `top_k` to `seed` are those of `Sampling`. A text ends at the
-        end-of-document token, before a string of `stop` or after `max_new_tokens`. Raises
-        ValueError for a wrong argument.
+        end-of-document token, before a string of `stop` or after `max_new_tokens`. The heads
+        of the model draft `num_speculative_tokens`. Raises ValueError for a wrong argument.
         """
         sampling = Sampling(temperature, top_p, seed, top_k, repetition_penalty)
         wrong = sampling.problems()
@@ -113,7 +115,14 @@ class LanguageModel:
             raise ValueError("; ".join(wrong))
         prompts = [prompt] if isinstance(prompt, str) else prompt
         stops = [stop] if isinstance(stop, str) else stop
-        stream = self.stream(prompts, max_new_tokens, sampling, stops, batch_size)
+        stream = self.stream(
+            prompts,
+            max_new_tokens,
+            sampling,
+            stops,
+            batch_size,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         results = {number: result for number, _, result in stream}
         texts = [results[number].text for number in range(len(prompts))]
         return texts[0] if isinstance(prompt, str) else texts
@@ -126,9 +135,12 @@ class LanguageModel:
         stop: Sequence[str] = (),
         batch_size: int = 8,
         logprobs: int | None = None,
+        note: Callable[[str], object] = bool,
+        num_speculative_tokens: int = 0,
     ) -> Iterator[tuple[int, str, Result]]:
-        """As `stream` below, after each of these texts; an empty one starts a document. Raises
-        ValueError for a text that has no tokens."""
+        """As `stream` below, after each of these texts; an empty one starts a document. `note` is
+        called with the engine's size, and at the end with the acceptance of drafts. Raises
+        ValueError for a text that has no tokens, or more drafts than the model has heads."""
         from megatron.inference.engine import Engine, Request
 
         tokenizer = self.trained.tokenizer
@@ -144,8 +156,9 @@ class LanguageModel:
         ]
         longest = max((len(request.prompt) for request in requests), default=1) + max_new_tokens
         rows = max(1, min(batch_size, len(requests)))
-        engine = Engine(self.trained.model, rows, longest)
-        return stream(engine, requests, tokenizer.detokenize, stop)
+        engine = Engine(self.trained.model, rows, longest, num_speculative_tokens)
+        note(engine.size)
+        return stream(engine, requests, tokenizer.detokenize, stop, note)
 
 
 def stream(
@@ -153,9 +166,10 @@ def stream(
     requests: Sequence[Request],
     detokenize: Callable[..., str],
     stop: Sequence[str],
+    note: Callable[[str], object] = bool,
 ) -> Iterator[tuple[int, str, Result]]:
     """(number of the request, new piece of text, all of its result so far), as they come; a result
-    is complete when it has a finish_reason."""
+    is complete when it has a finish_reason. `note` is called with the acceptance of drafts."""
     streams = [TextStream(request.prompt, detokenize, stop) for request in requests]
     results = [Result() for _ in requests]
     for number, generation, token in engine.run(requests):
@@ -178,3 +192,5 @@ def stream(
             result.finish_reason = "stop" if text.stopped else generation.finish_reason
         result.text += chunk
         yield number, chunk, result
+    if engine.drafted:
+        note(engine.acceptance)

@@ -64,13 +64,15 @@ class ParallelLinear(nn.Module):
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer of every expert, as `GroupedLinear`; it has the parameter of that one."""
+    """A linear layer of every expert, as `GroupedLinear`; it has the
+    parameters of that one, and the bias is added by who calls it."""
 
     in_one_call = False
 
     def __init__(self, layer: GroupedLinear):
         super().__init__()
         self.weight = layer.weight
+        self.bias = layer.bias
 
     def forward(
         self, x: Tensor, counts: list[int], of: Copies | None = None, to: Copies | None = None

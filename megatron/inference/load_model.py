@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import store
-from megatron.checkpoint.sharded import Reader
+from megatron.checkpoint import reading, store
+from megatron.checkpoint.sharded_reader import Reader
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import padded_vocab_size
@@ -22,6 +22,7 @@ from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.inference import script_model
 from megatron.inference.linear import store_matrices_as
+from megatron.inference.speculative import check_heads
 from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box, sharding_of
@@ -50,6 +51,7 @@ def open_trained_model(
     tensor_parallel: int = 1,
     script: Script = NO_SCRIPT,
     dtype: str = "auto",
+    drafts: int = 0,
 ) -> TrainedModel:
     """The newest checkpoint of the run directory `path` (or that of `step`, or the iter_XXXXXXX
     that `path` is).
@@ -60,12 +62,12 @@ def open_trained_model(
     above 1 so many ranks of one launcher call this together and each loads its part; the checkpoint
     may have any layout. `script`: one whose model_provider makes the model. `dtype`: bf16, fp16,
     fp32, or auto, that of training on an accelerator and fp32 on a CPU. On a CPU matrices are
-    stored in it and all is computed in fp32. Raises ValueError or CheckpointError saying what to
-    do.
+    stored in it and all is computed in fp32. `drafts`: so many tokens will be drafted by its heads.
+    Raises ValueError or CheckpointError saying what to do.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype}: must be one of {', '.join(DTYPES)} [value-not-a-choice]")
-    stored = store.load(path, step)
+    stored = reading.load(path, step)
     if stored is None:
         raise ValueError(
             f"{path}: no checkpoint there ({store.TRACKER} is missing); give the directory that "
@@ -73,6 +75,7 @@ def open_trained_model(
             "[checkpoint-missing]"
         )
     saved = saved_config(stored, own_model=script.model_provider is not None)
+    check_heads(saved.model.mtp_num_layers or 0, drafts)
     config = replace(
         saved,
         data=with_tokenizer(saved.data, tokenizer_files or {}),

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.config.model_flags import ModelFlags
 from megatron.kernels.cpu import native
-from megatron.kernels.cpu.blocking import for_each, row_blocks, wide_dtype
-from megatron.kernels.cuda import fused_ops
-from megatron.kernels.implementation import choose
-from megatron.kernels.rows import Row, only, rivals, spec_of
+from megatron.kernels.cpu.blocking import FEW, for_each, row_blocks, wide_dtype
+from megatron.kernels.implementation import Implementation, choose
+from megatron.kernels.rows import COMPILED, ROW_BLOCKED, WORDS, Row, only, rivals, spec_of
 
 GELU_LINEAR = 2 * math.sqrt(2 / math.pi)  # tanh GELU is x sigmoid(GELU_LINEAR x + GELU_CUBIC x^3)
 GELU_CUBIC = 0.044715 * GELU_LINEAR
+STEEPNESS = {"swiglu": 1.0, "quick_geglu": 1.702}  # a of x sigmoid(a x)
 
 
 def gelu(x: Tensor, approximate: bool) -> Tensor:
@@ -30,7 +32,9 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 
 
 def _tanh_gelu_in_cpp(x: Tensor) -> Tensor:
-    return (_NativeTanhGelu if x.dtype == torch.bfloat16 else _NativeSlope).apply(x)
+    if x.dtype == torch.bfloat16:
+        return _NativeTanhGelu.apply(x)
+    return _tanh_gelu(x) if x.numel() < FEW else _NativeSlope.apply(x)
 
 
 class _NativeTanhGelu(torch.autograd.Function):
@@ -167,6 +171,12 @@ class _SwiGlu(torch.autograd.Function):
         return target.view(gate_up.shape)
 
 
+def _swiglu_in_triton(gate_up: Tensor) -> Tensor:
+    from megatron.kernels.cuda.fused_ops import SwiGlu
+
+    return SwiGlu.apply(gate_up)
+
+
 def geglu(gate_up: Tensor) -> Tensor:
     """GEGLU (Shazeer 2020): tanh gelu(gate) * up; gate_up [..., 2, ffn] (gate first) -> [...,
     ffn]."""
@@ -179,6 +189,64 @@ def _gated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         return function(gate) * up
 
     return gated
+
+
+def sigmoid_glu(
+    gate_up: Tensor, steepness: float, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """gate sigmoid(steepness gate) (up + offset), of gate <= clamp and |up| <= clamp; gate_up [...,
+    2, ffn] (gate first) -> [..., ffn]. gpt-oss has 1.702, 7 and 1."""
+    gate, up = gate_up.unbind(-2)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return gate * torch.sigmoid(steepness * gate) * (up + offset)
+
+
+def _sigmoid_glu_in_blocks(
+    gate_up: Tensor, steepness: float, clamp: float | None, offset: float
+) -> Tensor:
+    return _SigmoidGlu.apply(gate_up, steepness, math.inf if clamp is None else clamp, offset)
+
+
+class _SigmoidGlu(torch.autograd.Function):
+    """Keeps its input alone."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, steepness: float, clamp: float, offset: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.numbers = steepness, clamp, offset
+        source = gate_up.reshape(-1, *gate_up.shape[-2:])
+        out = gate_up.new_empty(*gate_up.shape[:-2], gate_up.shape[-1])
+        target = out.view(-1, out.shape[-1])
+
+        def work(rows: slice) -> None:
+            block = source[rows].to(wide_dtype(gate_up))
+            target[rows] = sigmoid_glu(block, steepness, clamp, offset)
+
+        for_each(row_blocks(len(source), 2 * out.shape[-1]), gate_up.device, work)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        (gate_up,) = ctx.saved_tensors
+        steepness, clamp, offset = ctx.numbers
+        source = gate_up.reshape(-1, *gate_up.shape[-2:])
+        grads = grad_out.reshape(-1, grad_out.shape[-1])
+        target = torch.empty_like(source, memory_format=torch.contiguous_format)
+
+        def work(rows: slice) -> None:
+            gate, up = source[rows].to(wide_dtype(gate_up)).unbind(1)
+            grad = grads[rows].to(gate.dtype)
+            low = gate.clamp(max=clamp)
+            share = torch.sigmoid(steepness * low)
+            slope = share * (1 + steepness * low * (1 - share))
+            slope *= (up.clamp(-clamp, clamp) + offset) * (gate <= clamp)
+            target[rows, 0] = slope * grad
+            target[rows, 1] = low * share * (up.abs() <= clamp) * grad
+
+        for_each(row_blocks(len(source), 2 * grads.shape[1]), gate_up.device, work)
+        return target.view(gate_up.shape), None, None, None
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -195,9 +263,33 @@ ACTIVATIONS: dict[str, tuple[Row, ...]] = {
         _swiglu,
         _SwiGlu.apply,
         _NativeSwiGlu.apply,
-        fused_ops.SwiGlu.apply,
+        _swiglu_in_triton,
         plain_takes=frozenset({"no_swiglu_fusion"}),
     ),
 }
 # a module of its own, of operations of torch
 XIELU = only(F.silu)
+SIGMOID_GLU = only(
+    sigmoid_glu,
+    Implementation(
+        "blocked",
+        ROW_BLOCKED,
+        _sigmoid_glu_in_blocks,
+        frozenset(WORDS),
+        lambda spec: COMPILED if spec.compiled else None,
+        why=lambda spec: "keeps its input alone",
+    ),
+)
+
+
+def implementations(model: ModelFlags) -> tuple[tuple[Row, ...], dict[str, Any]]:
+    """Those of a model's activation function, and its numbers."""
+    name = model.activation
+    if name != "quick_geglu" and not model.changed_glu:
+        return ACTIVATIONS.get(name, XIELU), {}
+    numbers = {
+        "steepness": STEEPNESS[name],
+        "clamp": model.activation_func_clamp_value,
+        "offset": model.glu_linear_offset,
+    }
+    return SIGMOID_GLU, numbers

@@ -1,14 +1,15 @@
-"""What attention is to be computed."""
+"""What attention is to be computed, and what a call of it has: all that an implementation gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# What attention may have beside causality, in the words of messages.
+# What attention may have beside causality, in the words of messages: fields of AttentionSpec.
 FEATURES = {
     "dropout": "attention dropout",
     "documents": "document masks",
@@ -27,9 +28,9 @@ class AttentionSpec:
     `heads` query heads of width `head_dim` share `groups` key heads, and value heads of width
     `value_dim`. dropout: of the probabilities. documents: no position sees another document.
     window: a position sees itself and the `window` - 1 before it. softcap: scores x become
-    softcap tanh(x / softcap). sink: each head has one more score that takes a share and gives no
-    value. compiled: called inside a graph of torch.compile. Implementations refuse each of these
-    unless they say that they take it.
+    softcap tanh(x / softcap). sink: each head has one more score, which is not capped, takes a
+    share and gives no value. compiled: called inside a graph of torch.compile. Implementations
+    refuse each of these unless they say that they take it.
     """
 
     device: torch.device
@@ -47,18 +48,10 @@ class AttentionSpec:
     sink: bool = False
     compiled: bool = False
 
-    @staticmethod
-    def of(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        dropout: float = 0.0,
-        documents: bool = False,
-        window: int | None = None,
-    ) -> AttentionSpec:
-        """That of q [s, b, n, d], k and v [s, b, g, d]."""
-        return AttentionSpec(
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float, **features: Any) -> AttentionSpec:
+        """That of q [s, b, n, d], k and v [s, b, g, d], with these FEATURES."""
+        return cls(
             q.device,
             q.dtype,
             q.shape[0],
@@ -67,26 +60,18 @@ class AttentionSpec:
             q.shape[-1],
             v.shape[-1],
             scale,
-            dropout,
-            documents,
-            window,
             compiled=torch.compiler.is_compiling(),
+            **features,
         )
 
     @property
     def features(self) -> dict[str, str]:
-        """Those of FEATURES that it has."""
+        """Those of FEATURES that it has: fields that are not their default, values that are not as
+        wide as keys."""
         return {
-            name: FEATURES[name]
-            for name, present in (
-                ("dropout", self.dropout > 0.0),
-                ("documents", self.documents),
-                ("window", self.window is not None),
-                ("softcap", self.softcap is not None),
-                ("sink", self.sink),
-                ("value_dim", self.value_dim != self.head_dim),
-            )
-            if present
+            name: words
+            for name, words in FEATURES.items()
+            if getattr(self, name) != getattr(AttentionSpec, name, self.head_dim)
         }
 
     @property
@@ -95,7 +80,20 @@ class AttentionSpec:
         return " and ".join(self.features.values())
 
 
-# q, k, v, spec, document ids [b, s] or None, seed of dropout or None -> [s, b, n, d]
-Forward = Callable[
-    [Tensor, Tensor, Tensor, AttentionSpec, Tensor | None, int | Tensor | None], Tensor
-]
+class AttentionCall(NamedTuple):
+    """What a call of attention has beside queries, keys and values. A tensor or seed belongs to a
+    feature of the spec: an implementation that does not take that one need not know it.
+
+    document_ids [b, s] int: a position sees only positions of its own id. dropout_seed: the mask is
+    a pure function of it, of the shape and of the implementation. sinks [n]: of each head the score
+    that has no value.
+    """
+
+    spec: AttentionSpec
+    document_ids: Tensor | None = None
+    dropout_seed: int | Tensor | None = None
+    sinks: Tensor | None = None
+
+
+# q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]
+Forward = Callable[[Tensor, Tensor, Tensor, AttentionCall], Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the dropout streams of two heads
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """How a block of queries sees a block of keys: the attention of `spec`, whose dropout mask is a
     pure function of seed and shapes.
 
@@ -36,7 +36,7 @@ class Block:
     distance: int = 0
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
+def chunked(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> Tensor:
     """Attention over this block alone, by rows of queries: [s_q, b, n, d] in the dtype of q. Every
     query must see a key."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -45,7 +45,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Tensor:
 
 
 def chunked_grads(
-    tensors: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, block: Block
+    tensors: tuple[Tensor, Tensor, Tensor], grad_out: Tensor, block: KeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of (q, k, v) of `chunked`, in their dtypes; the probabilities are
     recomputed."""
@@ -67,7 +67,7 @@ class _Rows:
 class _Plan:
     """How a block is cut: sets of heads of a few samples, and rows of queries in each set."""
 
-    def __init__(self, q: Tensor, k: Tensor, block: Block):
+    def __init__(self, q: Tensor, k: Tensor, block: KeyBlock):
         self.queries, self.b, n, _ = q.shape
         self.keys = k.shape[0]
         self.groups = k.shape[2]
@@ -190,9 +190,19 @@ class _Plan:
         ).transpose(0, 1)
 
     def scores(self, rows: _Rows, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores of the queries of `rows`: queries [heads, r rows, d] (scaled), keys [heads, s_k,
-        d]."""
+        """Scores of the queries of `rows`, unseen ones among them: queries [heads, r rows, d]
+        (scaled), keys [heads, s_k, d]."""
         scores = torch.bmm(queries, keys[:, rows.keys].transpose(1, 2))
+        cap = self.block.spec.softcap
+        return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+    def slopes(self, scores: Tensor) -> Tensor | None:
+        """The derivatives of capped scores by the plain ones; None where nothing is capped."""
+        cap = self.block.spec.softcap
+        return None if cap is None else (scores / cap).square_().neg_().add_(1.0)
+
+    def hide(self, rows: _Rows, scores: Tensor) -> Tensor:
+        """Put -inf in place of the scores of unseen keys."""
         lines = scores.unflatten(1, (-1, rows.rows.stop - rows.rows.start))
         for columns, bias in rows.biases:
             lines[..., columns].add_(bias)
@@ -211,7 +221,7 @@ def _take(t: Tensor, rows: _Rows) -> Tensor:
 
 
 def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, out: Tensor, lse: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, block: KeyBlock, out: Tensor, lse: Tensor | None
 ) -> None:
     """Fill `out` [s_q, b, n, d], and `lse` [s_q, b, n] where wanted; without it every query must
     see a key."""
@@ -225,7 +235,7 @@ def block_forward(
         result = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         sums = torch.full_like(queries[..., 0], -torch.inf)
         for rows in plan.row_blocks(heads):
-            scores = plan.scores(rows, _take(queries, rows), keys)
+            scores = plan.hide(rows, plan.scores(rows, _take(queries, rows), keys))
             probs = torch.softmax(scores, -1)
             if lse is not None:
                 logs = torch.logsumexp(scores, -1)
@@ -244,10 +254,32 @@ def block_forward(
     for_each(plan.head_sets(), q.device, work)
 
 
+def block_maxima(q: Tensor, k: Tensor, block: KeyBlock) -> Tensor:
+    """The largest score that a query of each head sees, of all samples, without a cap: q [s_q, b,
+    n, d] and k [s_k, b, g, d] -> [n]; -inf where none sees a key."""
+    block = replace(block, spec=replace(block.spec, softcap=None))
+    plan = _Plan(q, k, block)
+    largest = torch.full(
+        (plan.b * plan.groups, plan.repeats), -torch.inf, dtype=plan.dtype, device=plan.device
+    )
+
+    def work(heads: tuple[int, int]) -> None:
+        queries = plan.load(q, heads).mul_(block.spec.scale)
+        keys = plan.load(k, heads).squeeze(1)
+        of_heads = largest[heads[0] : heads[1]]
+        for rows in plan.row_blocks(heads):
+            scores = plan.hide(rows, plan.scores(rows, _take(queries, rows), keys))
+            of_rows = scores.unflatten(1, (plan.repeats, -1)).amax((2, 3))
+            torch.maximum(of_heads, of_rows, out=of_heads)
+
+    for_each(plan.head_sets(), plan.device, work)
+    return largest.view(plan.b, -1).amax(0)
+
+
 def block_backward(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     sums: tuple[Tensor, Tensor] | None,
-    block: Block,
+    block: KeyBlock,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fill the gradients of q, k and v. `tensors` are q, k, v and the gradient of the result,
@@ -288,6 +320,8 @@ def _head_set_grads(
         lines = _take(queries, rows)
         grad_lines = _take(grad_out, rows)
         scores = plan.scores(rows, lines, keys)
+        slopes = plan.slopes(scores)
+        plan.hide(rows, scores)
         probs = (
             torch.softmax(scores, -1)
             if sums is None
@@ -305,6 +339,8 @@ def _head_set_grads(
             if sums is None
             else grad_probs.sub_(_take(sums[1], rows).unsqueeze(-1)).mul_(probs)
         )
+        if slopes is not None:
+            grad_scores.mul_(slopes)
         grad_k[:, :, rows.keys].baddbmm_(lines.transpose(1, 2), grad_scores)
         grad_q[:, :, rows.rows] = torch.bmm(grad_scores, keys[:, rows.keys]).unflatten(
             1, (plan.repeats, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.device import kernels_of
 from megatron.kernels.attention_spec import AttentionSpec
-from megatron.kernels.block_attention import Block, block_backward, block_forward
+from megatron.kernels.block_attention import KeyBlock, block_backward, block_forward
 from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.kernels.implementation import Implementation
 
@@ -24,11 +24,11 @@ class BlockKernel(NamedTuple):
     """Both directions of `block_attention` and `block_attention_grads` in
     parallel/attention_blocks.py."""
 
-    values: Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor]]
-    grads: Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, Block], Tensors]
+    values: Callable[[Tensor, Tensor, Tensor, KeyBlock], tuple[Tensor, Tensor]]
+    grads: Callable[[Tensors, Tensor, Tensor, Tensor, Tensor, KeyBlock], Tensors]
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _chunked(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide_dtype(q))
     lse = out.new_empty(q.shape[:3])
     block_forward(q, k, v, block, out, lse)
@@ -36,7 +36,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Ten
 
 
 def _chunked_grads(
-    tensors: Tensors, grad_out: Tensor, out: Tensor, lse: Tensor, delta: Tensor, block: Block
+    tensors: Tensors, grad_out: Tensor, out: Tensor, lse: Tensor, delta: Tensor, block: KeyBlock
 ) -> Tensors:
     dq, dk, dv = (t.new_empty(t.shape, dtype=wide_dtype(t)) for t in tensors)
     block_backward((*tensors, grad_out), (lse, delta), block, (dq, dk, dv))
@@ -48,7 +48,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [t.permute(1, 2, 0, 3) for t in tensors]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
         *_heads_first(q, k, v), 0.0, block.causal, scale=block.spec.scale
     )
@@ -56,7 +56,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tenso
 
 
 def _flash_grads(
-    tensors: Tensors, grad_out: Tensor, out: Tensor, lse: Tensor, delta: Tensor, block: Block
+    tensors: Tensors, grad_out: Tensor, out: Tensor, lse: Tensor, delta: Tensor, block: KeyBlock
 ) -> Tensors:
     q, k, v = tensors
     # of dropout
@@ -92,12 +92,16 @@ def _flash_unavailable(spec: AttentionSpec) -> str | None:
     return None
 
 
+# The ring joins it to the sum of all blocks, once.
+SINK = frozenset({"sink"})
+
 # In the order of preference.
 IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, BlockKernel], ...] = (
     Implementation(
         "flash",
         "ring attention with torch's flash kernel",
         BlockKernel(_flash, _flash_grads),
+        SINK,
         unavailable=_flash_unavailable,
         why=lambda spec: "context parallelism",
     ),
@@ -105,7 +109,7 @@ IMPLEMENTATIONS: tuple[Implementation[AttentionSpec, BlockKernel], ...] = (
         "chunked",
         "ring attention, chunked",
         BlockKernel(_chunked, _chunked_grads),
-        frozenset({"dropout", "documents", "window"}),
+        frozenset({"dropout", "documents", "window", "softcap", "value_dim"}) | SINK,
         slower=lambda spec: "multiple passes over memory",
         why=lambda spec: "context parallelism",
     ),

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from megatron.kernels.cpu import native
-from megatron.kernels.cuda import loss_ops
 from megatron.kernels.implementation import Implementation, choose
 from megatron.kernels.rows import NATIVE, ROW_BLOCKED, Row, no_cpp, no_triton, spec_of
 
@@ -41,6 +40,7 @@ def cross_entropy(
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     outputs: RowOutputs = NO_OUTPUTS,
 ) -> Tensor:
     """Loss of each row, logsumexp(row) - row[label], never holding a second copy of the logits.
@@ -55,13 +55,16 @@ def cross_entropy(
     With `z_loss` (not with `smoothing`) backward adds the gradient of z_loss * logsumexp(row)^2,
     which the loss itself is without; that needs `outputs.log_z`.
 
+    With `softcap` all this is of softcap tanh(logits / softcap).
+
     Backward overwrites the storage of `logits` with their gradient: do not read them after it.
     """
     assert logits.dim() == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert not z_loss or (outputs.log_z is not None and not smoothing), (z_loss, smoothing)
     dtype = dtype or loss_dtype(logits)
-    ops = one_pass(logits, dtype)
-    return _CrossEntropy.apply(logits, labels, vocab_size, dtype, ops, smoothing, z_loss, *outputs)
+    ops = one_pass(logits, dtype, softcap)
+    options = (dtype, ops, smoothing, z_loss, softcap)
+    return _CrossEntropy.apply(logits, labels, vocab_size, *options, *outputs)
 
 
 def loss_dtype(logits: Tensor) -> torch.dtype:
@@ -82,12 +85,23 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log_softmax(wide, -1, out=None if logits.dtype == dtype else wide)
 
 
-def one_pass(logits: Tensor, dtype: torch.dtype) -> ModuleType | None:
+def soft_cap(logits: Tensor, softcap: float) -> Tensor:
+    """softcap tanh(logits / softcap), at least in fp32, in the dtype of the logits."""
+    return capped(logits, softcap, loss_dtype(logits)).to(logits.dtype)
+
+
+def capped(logits: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """The same in `dtype`; the logits as they are without a cap."""
+    return logits if softcap is None else torch.tanh(logits.to(dtype) / softcap) * softcap
+
+
+def one_pass(logits: Tensor, dtype: torch.dtype, softcap: float | None) -> ModuleType | None:
     """The module whose `row_losses` reads these logits and whose `loss_grad` overwrites them, the
     same computation in one pass over memory each: C++ or Triton."""
-    spec = spec_of(logits, other_maths=dtype != torch.float32)
-    forward = choose(CROSS_ENTROPY, spec).implementation.forward
-    return forward if logits.is_contiguous() else None
+    spec = spec_of(logits, other_maths=dtype != torch.float32, capped=softcap is not None)
+    if not logits.is_contiguous():
+        return None
+    return choose(CROSS_ENTROPY, spec).implementation.forward()
 
 
 def with_z_loss(grads: Tensor, z_loss: float, log_z: Tensor | None) -> Tensor:
@@ -105,24 +119,31 @@ def overwrite(
     share: float,
     uniform: float,
     to_probs,
+    softcap: float | None = None,
 ):
     """Put (probabilities - uniform) * grads - onehot(columns) * hits * share into the memory of the
     logits, chunk by chunk.
 
     `to_probs(chunk, rows)` turns logits into probabilities in place; those of padding columns come
-    out as zero.
+    out as zero. `softcap`: that of the logits before they are probabilities.
     """
     hits = hits * share
     for rows in row_chunks(logits):
         chunk = logits[rows].to(dtype)  # the logits themselves if they are of this dtype
-        chunk[:, valid:] = -torch.inf
+        slopes = None
+        if softcap is not None:
+            slopes = chunk.div_(softcap).tanh_().square().neg_().add_(1.0)
+            chunk.mul_(softcap)
+        chunk[:, valid:].fill_(-torch.inf)
         to_probs(chunk, rows)
         if uniform:
             chunk[:, :valid] -= uniform
         chunk.mul_(grads[rows, None]).scatter_add_(1, columns[rows, None], -hits[rows, None])
+        if slopes is not None:
+            chunk.mul_(slopes)
         if chunk.dtype != logits.dtype:
             logits[rows] = chunk
-        del chunk
+        del chunk, slopes
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -136,11 +157,13 @@ class _CrossEntropy(torch.autograd.Function):
         ops: ModuleType | None,
         smoothing: float,
         z_loss: float,
+        softcap: float | None,
         correct: Tensor | None,
         unsmoothed: Tensor | None,
         log_z: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(logits, columns)
+        ctx.softcap = softcap
         ctx.z_loss = z_loss
         ctx.log_z = log_z
         ctx.valid = valid
@@ -160,19 +183,20 @@ class _CrossEntropy(torch.autograd.Function):
             return loss
         loss = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         for rows in row_chunks(logits):
-            log_probs = log_softmax(logits[rows, :valid], dtype)
+            chunk = capped(logits[rows, :valid], softcap, dtype)
+            log_probs = log_softmax(chunk, dtype)
             target = log_probs.gather(1, columns[rows, None]).squeeze(1)
             loss[rows] = -target
             if unsmoothed is not None:
                 unsmoothed[rows] = -target
             if log_z is not None:
-                log_z[rows] = logits[rows].gather(1, columns[rows, None]).squeeze(1).to(dtype)
+                log_z[rows] = chunk.gather(1, columns[rows, None]).squeeze(1).to(dtype)
                 log_z[rows] -= target
             if correct is not None:
                 correct[rows] = target >= log_probs.amax(-1)
             if smoothing:
                 loss[rows].mul_(1.0 - smoothing).sub_(log_probs.mean(-1), alpha=smoothing)
-            del log_probs  # before there are those of the next rows
+            del chunk, log_probs  # before there are those of the next rows
         return loss
 
     @staticmethod
@@ -186,19 +210,27 @@ class _CrossEntropy(torch.autograd.Function):
             increment_version(logits)
         else:
             softmax = lambda chunk, rows: torch.softmax(chunk, -1, out=chunk)  # noqa: E731
-            overwrite(logits, ctx.valid, ctx.dtype, *label, softmax)
-        return logits, *[None] * 9
+            overwrite(logits, ctx.valid, ctx.dtype, *label, softmax, ctx.softcap)
+        return logits, *[None] * 10
+
+
+def _loss_ops() -> ModuleType:
+    from megatron.kernels.cuda import loss_ops
+
+    return loss_ops
 
 
 _ONE_COPY = "no second copy of the logits"
-_MATHS = frozenset({"other_maths"})
+_MATHS = frozenset({"other_maths", "capped"})
 CROSS_ENTROPY: tuple[Row, ...] = (
-    Implementation("cpp", NATIVE, native, unavailable=no_cpp, why=lambda spec: _ONE_COPY),
-    Implementation("triton", "Triton", loss_ops, unavailable=no_triton, why=lambda spec: _ONE_COPY),
+    Implementation("cpp", NATIVE, lambda: native, unavailable=no_cpp, why=lambda spec: _ONE_COPY),
+    Implementation(
+        "triton", "Triton", _loss_ops, unavailable=no_triton, why=lambda spec: _ONE_COPY
+    ),
     Implementation(
         "blocked",
         ROW_BLOCKED,
-        None,
+        lambda: None,
         _MATHS,
         slower=lambda spec: "multiple passes over the cache or memory",
         why=lambda spec: f"{_ONE_COPY} beyond one block of rows",
@@ -206,7 +238,7 @@ CROSS_ENTROPY: tuple[Row, ...] = (
     Implementation(
         "torch",
         "torch",
-        None,
+        lambda: None,
         _MATHS,
         unavailable=lambda spec: "allocates two more copies of the logits",
     ),

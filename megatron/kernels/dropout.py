@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda.availability import unavailable_reason as no_triton_here
-from megatron.kernels.cuda.fused_ops import Dropout
 from megatron.kernels.implementation import Implementation, choose
 from megatron.kernels.rows import Row, RowSpec, no_triton, spec_of
 
@@ -109,7 +108,7 @@ def dropout(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None = N
     """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
     2014).
 
-    x: any shape; `seed`: an integer, also as an int64 tensor without dimensions on the CPU. The
+    x: any shape; `seed`: an integer, also as an int64 tensor without dimensions. The
     mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
     never stored. `residual`: of the shape of x, to which the result is added.
     """
@@ -128,12 +127,14 @@ def _seeded(apply: Apply) -> Callable[..., Tensor]:
 
 
 def _in_triton(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None) -> Tensor:
+    from megatron.kernels.cuda.fused_ops import Dropout
+
     return Dropout.apply(x, p, torch.as_tensor(seed), residual)
 
 
 def _in_graph(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None) -> Tensor:
     """The graph adds while it computes what follows."""
-    dropped = Dropout.apply(x, p, torch.as_tensor(seed), None)
+    dropped = _in_triton(x, p, seed, None)
     return dropped if residual is None else residual + dropped
 
 

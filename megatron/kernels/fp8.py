@@ -34,7 +34,7 @@ FORMATS = {
 }
 
 
-class Scale(NamedTuple):
+class TensorScale(NamedTuple):
     """The scale of a tensor and its inverse, fp32 without dimensions; no views of one tensor
     (ALIGNMENT)."""
 
@@ -48,7 +48,7 @@ class Scaling(Protocol):
 
     formats: Formats
 
-    def scale(self, operand: int, amax: Tensor, training: bool) -> Scale:
+    def scale(self, operand: int, amax: Tensor, training: bool) -> TensorScale:
         """`scale_of` the input (0), the weight (1) or the output's gradient (2), whose largest
         magnitude is `amax`. `training`: whether a backward can follow."""
 
@@ -96,15 +96,15 @@ def fitting_scale(amax: Tensor, largest: Tensor | float) -> Tensor:
     return torch.where(amax.isfinite(), scale.clamp(max=torch.finfo(torch.float32).max), scale)
 
 
-def scale_of(amax: Tensor, fixed: Tensor | None, largest: float) -> Scale:
+def scale_of(amax: Tensor, fixed: Tensor | None, largest: float) -> TensorScale:
     """The scale `fixed`, or the one that maps `amax` onto `largest`. NaN where amax is not finite:
     the clamp of the cast must not hide what the checks of a step look for. Every scale that a GEMM
     reads is made here."""
     if _by_triton(amax):
-        return Scale(*torch.ops.megatron.fp8_scale(amax, fixed, largest))
+        return TensorScale(*torch.ops.megatron.fp8_scale(amax, fixed, largest))
     scale = fitting_scale(amax, largest) if fixed is None else fixed
     scale = scale + (amax - amax)
-    return Scale(scale, scale.reciprocal())
+    return TensorScale(scale, scale.reciprocal())
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def cast(
-    x: Tensor, dtype: torch.dtype, scale: Scale, *, rows: bool = True, columns: bool = True
+    x: Tensor, dtype: torch.dtype, scale: TensorScale, *, rows: bool = True, columns: bool = True
 ) -> Cast:
     """x [m, n] or [groups, m, n] in `dtype`. A CPU's transposed cast is a view of the other."""
     if _by_triton(x):
@@ -199,7 +199,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: Tensor):
         x, factor, inverse_x, weight_columns, inverse = ctx.saved_tensors
-        scale = Scale(factor, inverse_x)
+        scale = TensorScale(factor, inverse_x)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = reduced = None
         gathered = ctx.tp_comm.gather(x) if ctx.tp_comm and needs_weight else None
@@ -285,7 +285,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         forward, backward = ctx.scaling.formats
         of_grad = ctx.scaling.scale(2, largest_magnitude(grad_out), True)
         grad = cast(grad_out, backward, of_grad, columns=False)
-        q = cast(x, forward, Scale(factor, inverse_x), columns=False)
+        q = cast(x, forward, TensorScale(factor, inverse_x), columns=False)
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
         grad_weight = x.new_zeros(ctx.shape) if total is None else total

@@ -205,6 +205,41 @@ def grouped_linear(
     return y if to is None else combine(y, to)
 
 
+class _AddBias(torch.autograd.Function):
+    """Sums of gradients are in fp32 at least, in the order of the rows on every device."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+        groups = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        groups = groups.clamp_(max=len(bias) - 1)  # of rows behind the last group
+        ctx.save_for_backward(bias, groups, ends, weights)
+        rows = bias[groups]
+        return (x + (rows if weights is None else rows * weights.unsqueeze(1))).to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        bias, groups, ends, weights = ctx.saved_tensors
+        grads = grad_out.to(torch.promote_types(grad_out.dtype, torch.float32))
+        grad_weights = None
+        if weights is not None:
+            grad_weights = (grads * bias[groups]).sum(1).to(weights.dtype)
+            grads = grads * weights.unsqueeze(1)
+        offsets = torch.cat((ends.new_zeros(1), ends))
+        sums = torch.segment_reduce(grads, "sum", offsets=offsets, unsafe=True)
+        return grad_out, sums.to(bias.dtype), None, grad_weights
+
+
+def add_bias(x: Tensor, bias: Tensor, counts: Counts, weights: Tensor | None = None) -> Tensor:
+    """x [n, out] and, of each of its groups (`counts`, as `grouped_linear`'s), a row of bias
+    [groups, out], times weights [n]."""
+    if isinstance(counts, Tensor):
+        ends = counts
+    else:
+        ends = torch.tensor(counts, device=x.device).cumsum(0)
+    return _AddBias.apply(x, bias, ends, weights)
+
+
 class _WeightedSwiGlu(torch.autograd.Function):
     """Keeps its inputs alone."""
 

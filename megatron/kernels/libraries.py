@@ -26,10 +26,15 @@ def load_problem(module: str, name: str, install: str) -> str | None:
     return None
 
 
+def cuda_only(device: torch.device) -> str | None:
+    """Why kernels for CUDA do not run here; None if they may."""
+    return None if device.type == "cuda" else f"needs a CUDA device, but this is {device.type}"
+
+
 def transformer_engine_unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Transformer Engine cannot run here; None if it can."""
-    if device.type != "cuda":
-        return f"Transformer Engine needs a CUDA device, but the device is {device.type}"
+    if why_not := cuda_only(device):
+        return f"Transformer Engine {why_not}"
     if dtype == torch.float64:
         return "Transformer Engine has no fp64"
     return (

@@ -11,11 +11,11 @@ from torch.compiler import is_dynamo_compiling
 from megatron import device as devices
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda.availability import fused_ops
-from megatron.kernels.cuda.fused_ops import LIBRARY, MANY_ROWS
 from megatron.kernels.weight_grads import LOW_PRECISION, add, add_weight_grad, takes_sums
 
-# multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32
-ONEDNN_FROM = 1 << 23
+# multiplications: below it a call of oneDNN's costs more than it gains over MKL in fp32, and
+# Python's part of `linear` more than a second pass over the sum of weight gradients
+FEW_MULTIPLICATIONS = 1 << 23
 # of one fp32 copy of columns of a low-precision matrix: bounds the scratch memory
 BLOCK_ELEMENTS = 1 << 24
 
@@ -103,6 +103,7 @@ def _as_matrix(total: Tensor | None) -> Tensor | None:
     return None if total is None else total.flatten(0, -2)
 
 
+LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 # For graphs, which then add weight gradients as eager layers do. It takes the parameter's buffer:
 # of a view made in the graph torch keeps the first layer's place in the buffer of all gradients.
 LIBRARY.define("add_product_(Tensor(a!) total, Tensor rows_out, Tensor rows_in) -> ()")
@@ -136,7 +137,7 @@ def _onednn_linear(dtype: torch.dtype):
 def _by_onednn(rows: Tensor, outputs: int):
     """`_onednn_linear` for rows [m, in] and so many outputs, None where it is not for them."""
     dtype = rows.dtype
-    least = ONEDNN_FROM if dtype == torch.float32 else 1
+    least = FEW_MULTIPLICATIONS if dtype == torch.float32 else 1
     if rows.numel() * outputs < least or rows.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     return _onednn_linear(dtype)
@@ -271,7 +272,8 @@ class _Linear(torch.autograd.Function):
 def _bias_grad(rows: Tensor, accumulate_into: Tensor | None) -> Tensor | None:
     """Sums over the rows of the output's gradient [m, out] -> [out], or None where they were added
     to `accumulate_into`."""
-    if rows.shape[0] >= MANY_ROWS and fused_ops(rows.device, rows.dtype):
+    ops = fused_ops(rows.device, rows.dtype)
+    if ops is not None and rows.shape[0] >= ops.MANY_ROWS:
         total = torch.ops.megatron.column_sums(rows).sum(0)
         return _added(total, accumulate_into, rows.dtype)
     if not native.runs(rows):

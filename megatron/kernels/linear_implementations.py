@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron.device import has_fp8
 from megatron.kernels import libraries, linear
-from megatron.kernels.grouped_linear import grouped_linear
 from megatron.kernels.implementation import Implementation
 from megatron.kernels.weight_grads import LOW_PRECISION
 
@@ -57,15 +56,16 @@ class ParameterGemms:
     """Those in the parameter dtype."""
 
     linear = staticmethod(linear.linear)
-    grouped_linear = staticmethod(grouped_linear)
 
 
 class Layer(Protocol):
     """A linear layer. `compute` is it by some GEMMs, with the communication around them; `engine`
-    Transformer Engine's module, which has its own; `scaling` its FP8 GEMMs."""
+    Transformer Engine's module, which has its own; `scaling` its FP8 GEMMs, `gemms` those in the
+    parameter dtype."""
 
     engine: Any
     scaling: Any
+    gemms: Any
 
     def compute(self, gemms: Gemms, *args: Any) -> Tensor:
         """The layer on its inputs."""
@@ -83,7 +83,7 @@ def _in_fp8(layer: Layer, *inputs: Any) -> Tensor:
 
 
 def _in_parameter_dtype(layer: Layer, *inputs: Any) -> Tensor:
-    return layer.compute(ParameterGemms, *inputs)
+    return layer.compute(layer.gemms, *inputs)
 
 
 def _fp8_why(spec: LinearSpec) -> str:

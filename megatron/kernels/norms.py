@@ -1,13 +1,14 @@
 """LayerNorm and RMSNorm over the last dimension."""
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels import libraries
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, row_blocks, wide_dtype
-from megatron.kernels.cuda import apex
-from megatron.kernels.cuda import fused_ops as fused
 from megatron.kernels.implementation import Implementation, choose
 from megatron.kernels.rows import COMPILED, Row, RowSpec, no_triton, only, rivals, spec_of
 
@@ -42,7 +43,7 @@ def _layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor:
     if not zero_centered:
-        return F.layer_norm(x, weight.shape, weight, bias, eps)
+        return torch.layer_norm(x, weight.shape, weight, bias, eps)
     wide = wide_dtype(x)
     bias = None if bias is None else bias.to(wide)
     return F.layer_norm(x.to(wide), weight.shape, weight.to(wide) + 1, bias, eps).to(x.dtype)
@@ -88,8 +89,9 @@ def _layer_norm_with_wide_sums(
 def _layer_norm_in_one_pass(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor:
-    if bias is not None and not zero_centered and _fits(x, weight):
-        return fused.Norm.apply(x, weight, bias, eps)
+    ops = _one_pass_ops(x, weight) if bias is not None and not zero_centered else None
+    if ops is not None:
+        return ops.FusedNorm.apply(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps, zero_centered)
 
 
@@ -106,8 +108,8 @@ def _rms_norm_in_one_pass(
     x: Tensor, weight: Tensor, bias: None, eps: float, zero_centered: bool
 ) -> Tensor:
     weight = _widened(x, weight, zero_centered)
-    if _fits(x, weight):
-        return fused.Norm.apply(x, weight, None, eps)
+    if ops := _one_pass_ops(x, weight):
+        return ops.FusedNorm.apply(x, weight, None, eps)
     return _rms_norm(x, weight, None, eps, False)
 
 
@@ -124,13 +126,16 @@ def _rms_norm_in_cpp(
     return _NativeRmsNorm.apply(x, wide, eps)
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether such a norm is one for CUDA's operations with a backward of one pass."""
-    return (
+def _one_pass_ops(x: Tensor, weight: Tensor) -> ModuleType | None:
+    """CUDA's operations with a backward of one pass, where such a norm is one for them."""
+    from megatron.kernels.cuda import fused_ops
+
+    fits = (
         x.dtype == weight.dtype
-        and x.shape[-1] <= fused.WIDEST_NORM
-        and x.numel() >= fused.MANY_ROWS * x.shape[-1]
+        and x.shape[-1] <= fused_ops.WIDEST_NORM
+        and x.numel() >= fused_ops.MANY_ROWS * x.shape[-1]
     )
+    return fused_ops if fits else None
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -194,7 +199,23 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _no_apex(spec: RowSpec) -> str | None:
-    return COMPILED if spec.compiled else apex.unavailable_reason(spec.device, spec.dtype)
+    if spec.compiled:
+        return COMPILED
+    if why_not := libraries.cuda_only(spec.device):
+        return why_not
+    from megatron.kernels.cuda import apex
+
+    return apex.unavailable_reason(spec.dtype)
+
+
+def _by_apex(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
+) -> Tensor:
+    from megatron.kernels.cuda import apex
+
+    if bias is None:
+        return apex.rms_norm(x, weight, eps)
+    return apex.layer_norm(x, weight, bias, eps)
 
 
 def _not_16_bits_on_a_cpu(spec: RowSpec) -> str | None:
@@ -211,7 +232,7 @@ LAYER_NORMS: tuple[Row, ...] = only(
     Implementation(
         "apex",
         "apex",
-        lambda x, weight, bias, eps, zero_centered: apex.layer_norm(x, weight, bias, eps),
+        _by_apex,
         unavailable=_no_apex,
         why=lambda spec: _FUSED,
     ),
@@ -235,7 +256,7 @@ RMS_NORMS: tuple[Row, ...] = (
     Implementation(
         "apex",
         "apex",
-        lambda x, weight, bias, eps, zero_centered: apex.rms_norm(x, weight, eps),
+        _by_apex,
         unavailable=_no_apex,
         why=lambda spec: _FUSED,
     ),

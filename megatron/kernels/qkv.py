@@ -4,6 +4,7 @@ gradients likewise."""
 import torch
 from torch import Tensor
 
+from megatron.kernels.cpu.blocking import FEW
 from megatron.kernels.cuda.availability import arranged
 
 
@@ -15,7 +16,9 @@ def split_qkv(qkv: Tensor, queries_per_group: int) -> tuple[Tensor, Tensor, Tens
     copied together.
     """
     if queries_per_group == 1 and not torch.compiler.is_compiling():
-        return _Split.apply(qkv)
+        few = qkv.device.type == "cpu" and qkv.numel() < FEW
+        q, k, v = qkv.unbind(3) if few else _Split.apply(qkv)
+        return q, k, v
     q, k, v = qkv.split((queries_per_group, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 

@@ -1,22 +1,16 @@
 """Rotary position embedding: tables of angles and their application."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.config.rope import Yarn
+from megatron.config.rope import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW, Yarn
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, row_blocks
-from megatron.kernels.cuda import fused_ops
 from megatron.kernels.implementation import choose
 from megatron.kernels.rows import Row, rivals, spec_of
-
-# Llama 3.1's context before it was lengthened, and the turns in it between which frequencies go
-# over from slowed to kept.
-LLAMA3_CONTEXT = 8192
-LLAMA3_LOW = 1.0
-LLAMA3_HIGH = 4.0
 
 
 def rotary_tables(
@@ -27,6 +21,8 @@ def rotary_tables(
     interpolation_factor: float | None = None,
     scaling_factor: float | None = None,
     yarn: Yarn | None = None,
+    divisors: Sequence[float] | None = None,
+    length: float = 1.0,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +31,9 @@ def rotary_tables(
     positions_or_length: a length s (positions 0..s-1), positions [s], or positions per sample [b,
     s]. `dim` is the even number of rotated dimensions of a head (kv_channels * rotary percent).
     Positions are divided by `interpolation_factor` (--rotary-seq-len-interpolation-factor) if it is
-    given, and slow frequencies by `scaling_factor` (`slowed`) or as `yarn` says (`lengthened`).
+    given, and slow frequencies by `scaling_factor` (`slowed`) or as `yarn` says (`lengthened`), or
+    each by its own number in `divisors` [dim / 2]. Cosines and sines are multiplied by `length`, or
+    by that of `yarn`.
 
     Returns (cos, sin), each [s, dim / 2], or [s, b, dim / 2] for positions per sample, as
     `apply_rotary` takes them. Angles are computed in fp64, so that a long position is exact in
@@ -56,8 +54,10 @@ def rotary_tables(
         frequencies = slowed(frequencies, scaling_factor)
     if yarn is not None:
         frequencies = lengthened(frequencies, float(base), yarn)
+        length = yarn.length
+    if divisors is not None:
+        frequencies = frequencies / frequencies.new_tensor(divisors)
     angles = positions.unsqueeze(-1) * frequencies
-    length = 1.0 if yarn is None else yarn.length
     return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
 
 
@@ -141,8 +141,10 @@ def _in_cpp(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first:
 
 
 def _in_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, batch_first: bool) -> Tensor:
+    from megatron.kernels.cuda.fused_ops import Rotary
+
     tables = _on_heads(x, cos), _on_heads(x, sin)
-    return fused_ops.Rotary.apply(x, *tables, interleaved, batch_first)
+    return Rotary.apply(x, *tables, interleaved, batch_first)
 
 
 def _pairs(x: Tensor, half: int, interleaved: bool) -> tuple[Tensor, Tensor]:

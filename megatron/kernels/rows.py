@@ -26,6 +26,7 @@ WORDS = {
     "no_swiglu_fusion": "--no-bias-swiglu-fusion",
     "no_rope_fusion": "--no-rope-fusion",
     "other_maths": "--fp16-lm-cross-entropy",
+    "capped": "--final-logit-softcapping",
     "other_shape": "tensors of other dimensions",
 }
 

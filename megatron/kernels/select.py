@@ -10,18 +10,11 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.device import has_fp8
-from megatron.kernels import (
-    block_implementations,
-    flash_attention,
-    libraries,
-    linear_implementations,
-)
-from megatron.kernels.activations import ACTIVATIONS, XIELU
-from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, select
+from megatron.kernels import libraries, linear_implementations
+from megatron.kernels.activations import implementations
+from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, no_flash, select
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cross_entropy import CROSS_ENTROPY
-from megatron.kernels.cuda.torch_flash import NEWER, newer_kernels
-from megatron.kernels.cuda.torch_flash import unavailable_reason as torch_flash_unavailable_reason
 from megatron.kernels.dropout import DROPOUT
 from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
 from megatron.kernels.kernels import KernelRow, Kernels
@@ -65,9 +58,9 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
         engine = build(k.gradient_accumulation_fusion, config.precision)
     if (
         attention == "auto"
-        and None not in _newer_kernels(device, dtype, config).values()
-        and not config.training.torch_compile  # torch's flash kernel goes into the graph
         and _documents(config)
+        and not config.training.torch_compile  # torch's flash kernel goes into the graph
+        and None not in _newer_kernels(device, dtype, config).values()
         and _flash_unavailable_reason(device, dtype, config) is None
     ):
         attention = "flash"
@@ -94,7 +87,7 @@ def _flash_unavailable_reason(
 ) -> str | None:
     """Why flash-attn is unavailable. `requested`: by name; the command line's rules have then
     checked the other flags."""
-    why_not = flash_attention.unavailable_reason(device, dtype, _asked(config)["head_dim"])
+    why_not = no_flash(device, dtype, _asked(config)["head_dim"])
     return why_not or (None if requested else _library_attention_unavailable_reason(config))
 
 
@@ -103,14 +96,16 @@ def _newer_kernels(
 ) -> dict[str, str | None]:
     """Why attention inside documents is not that of FlashAttention-3 or 4; None for the one that it
     is, once it is."""
+    from megatron.kernels.cuda.torch_flash import NEWER, newer_kernels, unavailable_reason
+
     asked = _asked(config, config.parallel.tensor_model_parallel_size)
-    if not _documents(config) or config.attention_backend != "auto":
+    if config.attention_backend != "auto":
         why_not: str | None = "not selected"
     elif config.training.deterministic_mode:
         why_not = "not used with --deterministic-mode"
     else:
-        why_not = _library_attention_unavailable_reason(config)
-        why_not = why_not or torch_flash_unavailable_reason(device, dtype, asked["head_dim"])
+        why_not = libraries.cuda_only(device) or _library_attention_unavailable_reason(config)
+        why_not = why_not or unavailable_reason(device, dtype, asked["head_dim"])
     if why_not:
         return {title: why_not for title, _ in NEWER.values()}
     return newer_kernels(device, dtype, asked["heads"], asked["groups"], asked["head_dim"])
@@ -118,7 +113,7 @@ def _newer_kernels(
 
 def _library_attention_unavailable_reason(config: Config) -> str | None:
     """Why attention needs this suite's own kernels."""
-    if config.parallel.context_parallel_size > 1:
+    if config.has_rings:
         return "context parallelism uses the built-in ring attention"
     # their own dropout RNG is not reproducible on resume
     dropout = config.model.attention_dropout
@@ -267,12 +262,15 @@ def _attention_rows(
         if dropout
         else {"attention": 0.0}
     )
-    for asked in _all_asked(config):
+    for asked, ring in _all_asked(config):
+        others = ", whole sequences" if config.has_rings and not ring else ""
         window = f", window of {asked['window']}" if asked.get("window") else ""
         for name, p in uses.items():
-            operation = f"{name}{window}"
+            operation = f"{name}{window}{others}"
             spec = _spec(device, dtype, config, p, asked)
-            if config.parallel.context_parallel_size > 1:
+            if ring:
+                from megatron.kernels import block_implementations
+
                 rows += listed(operation, block_implementations.IMPLEMENTATIONS, spec)
             else:
                 rows += _plain_attention_rows(operation, device, dtype, config, kernels, spec)
@@ -347,17 +345,21 @@ def _spec(
 
 def _asked(config: Config, tp: int = 1) -> dict[str, Any]:
     """What the first layer with attention asks for."""
-    return _all_asked(config, tp)[0]
+    return _all_asked(config, tp)[0][0]
 
 
-def _all_asked(config: Config, tp: int = 1) -> list[dict[str, Any]]:
-    """What layers with attention ask for, each once; without a model, the least there can be."""
-    every: list[dict[str, Any]] = []
+def _all_asked(config: Config, tp: int = 1) -> list[tuple[dict[str, Any], bool]]:
+    """What layers with attention ask for, and whether in a ring, each once; without a model, the
+    least there can be."""
+    every: list[tuple[dict[str, Any], bool]] = []
     if config.model.num_layers is not None:
         for spec in config.model.layer_counts():
-            if spec.mixer is not None and (asked := spec.mixer.attention(tp)) not in (*every, {}):
-                every.append(asked)
-    return every or [{"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}]
+            if spec.mixer is not None:
+                heads, ring = config.parallel.split_context(spec.mixer.comm_type)
+                asked = spec.mixer.attention(tp * heads), ring > 1
+                every += [asked] * (asked[0] != {} and asked not in every)
+    least = {"heads": 1, "groups": 1, "head_dim": 1, "value_dim": 1, "scale": 1.0}
+    return every or [(least, config.has_rings)]
 
 
 def _row_tables(
@@ -372,10 +374,14 @@ def _row_tables(
     else:
         rows = listed(model.normalization, NORMS[model.normalization], norm)
     activation = kernels.activation(model.activation, weight)
-    rows += listed(model.activation, ACTIVATIONS.get(model.activation, XIELU), activation)
-    if model.positions == "rope":
-        rows += listed("rotary", ROTARY, kernels.rotary(weight, model.rotary_interleaved))
-    loss = spec_of(weight, other_maths=config.precision.fp16_lm_cross_entropy)
+    rows += listed(model.activation, implementations(model)[0], activation)
+    if model.rotates:
+        ropes = map(model.rope, range(model.num_layers or 0))
+        neighbours = any(rope.interleaved for rope in ropes if rope is not None)
+        rows += listed("rotary", ROTARY, kernels.rotary(weight, neighbours))
+    maths = config.precision.fp16_lm_cross_entropy
+    capped = model.final_logit_softcapping is not None
+    loss = spec_of(weight, other_maths=maths, capped=capped)
     rows += listed("cross entropy", CROSS_ENTROPY, loss)
     if model.hidden_dropout or model.attention_dropout:
         rows += listed("dropout", DROPOUT, kernels.in_layers(weight))

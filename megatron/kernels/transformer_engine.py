@@ -2,7 +2,8 @@
 
 Its modules are built without memory (device "meta") and then given our parameters, so that names,
 initial values, gradients' buffers and checkpoints are those of every other run.
-tests/core/kernels/test_signatures.py holds each call against the sources of the pinned release.
+Each call is made over the stand-ins of tests/core/kernels/fake_libraries.py, whose signatures are
+held against the sources of the pinned release.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config.kernels import INSTALL_TRANSFORMER_ENGINE
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
 
 
@@ -100,7 +101,7 @@ class TransformerEngine:
 
     def attention(self, spec: AttentionSpec) -> nn.Module:
         """Attention as `spec` says, by `Forward` of kernels/attention_spec.py."""
-        return Attention(spec)
+        return EngineAttention(spec)
 
     def autocast(self, group: Any) -> AbstractContextManager[Any]:
         """The layers run inside have FP8 GEMMs; `group`: ranks that share a layer, whose
@@ -187,7 +188,7 @@ class Linear(nn.Module):
         return self.linear(x)
 
 
-class Attention(nn.Module):
+class EngineAttention(nn.Module):
     """te.DotProductAttention of whole sequences, or of the documents of a batch."""
 
     def __init__(self, spec: AttentionSpec):
@@ -205,21 +206,13 @@ class Attention(nn.Module):
             window_size=None if spec.window is None else (spec.window - 1, 0),
         )
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        document_ids: Tensor | None = None,
-        dropout_seed: int | Tensor | None = None,
-    ) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]; document_ids [b, s] keeps attention
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        """q [s, b, n, d], k and v [s, b, g, d] -> [s, b, n, d]; document ids keep attention
         inside documents."""
         s, b, n, d = q.shape
-        if document_ids is None:
+        if call.document_ids is None:
             return self.attention(q, k, v).view(s, b, n, d)
-        ends = cumulative_lengths(document_ids)
+        ends = cumulative_lengths(call.document_ids)
         q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (q, k, v))
         out = self.attention(
             q,

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from megatron.kernels import libraries
 from megatron.kernels.cpu import native
-from megatron.kernels.cuda import apex
 from megatron.kernels.implementation import Implementation, choose
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -82,13 +82,27 @@ class GradSpec(NamedTuple):
         return {}
 
 
+def _no_apex(spec: GradSpec) -> str | None:
+    if why_not := libraries.cuda_only(spec.device):
+        return why_not
+    from megatron.kernels.cuda import apex
+
+    return apex.gradient_unavailable_reason(spec.dtype, spec.main)
+
+
+def _by_apex(rows_out: Tensor, rows_in: Tensor, total: Tensor) -> None:
+    from megatron.kernels.cuda import apex
+
+    apex.accumulate_weight_grad(rows_in, rows_out, total)
+
+
 # In the order of preference.
 WEIGHT_GRADS: tuple[Implementation[GradSpec, Callable[[Tensor, Tensor, Tensor], object]], ...] = (
     Implementation(
         "apex",
         "apex",
-        lambda rows_out, rows_in, total: apex.accumulate_weight_grad(rows_in, rows_out, total),
-        unavailable=lambda spec: apex.gradient_unavailable_reason(*spec),
+        _by_apex,
+        unavailable=_no_apex,
         why=lambda spec: "fused into the GEMM",
     ),
     Implementation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -48,25 +48,33 @@ class Embedding(RowModule):
         self.word_embeddings = VocabParallelEmbedding(params("word_embeddings.weight"), ctx)
         positions = params.optional("position_embeddings.weight")
         self.position_embeddings = None if positions is None else LearnedPositions(positions)
-        self.word_factor, self.position_factor = config.embedding_factors
+        word_factor, self.position_factor = config.embedding_factors
+        # rounded as Gemma's is: 55.5 in bf16, not the root of 3,072
+        self.word_factors = {
+            dtype: torch.tensor(word_factor, dtype=dtype, device="cpu").item()
+            for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        }
+        self.scaled = word_factor != 1.0
         self.dropout = config.hidden_dropout
         asked = spec_of(self.word_embeddings.weight)
         self.choose("drop", DROPOUT, asked)
         self.fp32 = config.fp32_residual_connection
         self.ctx = ctx
+        # of dropout: each rank with tokens of its own draws other masks
+        self.place = EMBEDDING_LAYER, "embedding", ctx.tp.rank if ctx.sequence_parallel else 0
 
     def forward(
         self,
         tokens: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         seeds: DropoutSeeds | None = None,
+        layer: int = EMBEDDING_LAYER,
     ) -> torch.Tensor:
         """tokens [b, s], position_ids [b or 1, s] or None for 0..s-1 -> [s, b, h] ([s/tp, b, h],
-        sequence parallel)."""
+        sequence parallel). layer: whose masks of dropout are drawn."""
         x = self.word_embeddings(tokens)
-        if self.word_factor != 1.0:
-            x = x * self.word_factor
-        shard = self.ctx.tp.rank if self.ctx.sequence_parallel else 0
+        if self.scaled:
+            x = x * self.word_factors[x.dtype]
         if self.position_embeddings is not None:
             positions = self.position_embeddings(tokens.shape[1], position_ids)
             if self.position_factor != 1.0:
@@ -76,42 +84,53 @@ class Embedding(RowModule):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         if seeds is None or self.dropout == 0.0:  # in evaluation there are no seeds
             return x
-        seed = seeds.seed(EMBEDDING_LAYER, "embedding", shard)
-        return self.drop(x, self.dropout, seed, None)
+        return self.drop(x, self.dropout, seeds.tensor(layer, *self.place[1:]), None)
 
 
 class RotaryTables(nn.Module):
     """Cosines and sines of rotary positions (Su et al. 2021), computed once for every position
-    there can be."""
+    there can be; LongRoPE has a second pair for long sequences. tokens: how many there may be in
+    each sequence of a cache; else the calls say it."""
 
+    tokens: int | None = None
     cos: torch.Tensor
     sin: torch.Tensor
+    long_cos: torch.Tensor
+    long_sin: torch.Tensor
 
     def __init__(
         self, config: ModelConfig, rope: Rope, dtype: torch.dtype, device: torch.device | str
     ):
         super().__init__()
         self.rope = rope
-        cos, sin = functional.rotary_tables(
-            config.max_position_embeddings or config.seq_length,
-            rope.width,
-            rope.base,
-            device=device,
-            interpolation_factor=rope.interpolation,
-            scaling_factor=rope.scaling,
-            yarn=rope.yarn,
-            dtype=torch.promote_types(dtype, torch.float32),
-        )
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        longrope = rope.longrope
+        pairs: dict[str, Sequence[float] | None] = {"": None}
+        if longrope is not None:
+            pairs = {"": longrope.short, "long_": longrope.long}
+        for prefix, divisors in pairs.items():
+            tables = functional.rotary_tables(
+                config.max_position_embeddings or config.seq_length,
+                rope.width,
+                rope.base,
+                device=device,
+                interpolation_factor=rope.interpolation,
+                scaling_factor=rope.scaling,
+                yarn=rope.yarn,
+                divisors=divisors,
+                length=1.0 if longrope is None else longrope.length,
+                dtype=torch.promote_types(dtype, torch.float32),
+            )
+            for name, table in zip(("cos", "sin"), tables, strict=True):
+                self.register_buffer(prefix + name, table, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Of `.to`: the tables move with the model, but are not rounded to 16 bits."""
-        before = self.cos, self.sin
+        before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         wide = torch.promote_types(self.cos.dtype, torch.float32)
         if wide != self.cos.dtype:
-            self.cos, self.sin = (table.to(self.cos.device, wide) for table in before)
+            for name, table in before.items():
+                setattr(self, name, table.to(self.cos.device, wide))
         return self
 
     def forward(
@@ -119,6 +138,10 @@ class RotaryTables(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) of positions 0..length-1, each [s, dim/2], or of position_ids [b or 1, s],
         each [s, b or 1, dim/2]."""
+        cos, sin = self.cos, self.sin
+        longrope = self.rope.longrope
+        if longrope is not None and (self.tokens or length) > longrope.context:
+            cos, sin = self.long_cos, self.long_sin
         if position_ids is None:
-            return self.cos[:length], self.sin[:length]
-        return F.embedding(position_ids.t(), self.cos), F.embedding(position_ids.t(), self.sin)
+            return cos[:length], sin[:length]
+        return F.embedding(position_ids.t(), cos), F.embedding(position_ids.t(), sin)

@@ -21,7 +21,7 @@ from megatron.config.plan.parameters import (
     stage_table,
 )
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.cross_entropy import RowOutputs
+from megatron.kernels.cross_entropy import RowOutputs, soft_cap
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.module import LayerInputs, Recompute
 from megatron.model.embedding import Embedding
@@ -29,11 +29,12 @@ from megatron.model.layer import Decoder
 from megatron.parallel.collectives import gather_alike
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
-from megatron.parallel.random import DropoutSeeds
+from megatron.parallel.random import DropoutSeeds, Place
 from megatron.parallel.sharding import ParameterFactory, sharding_of
 
 if TYPE_CHECKING:
     from megatron.model.blocks.module import RouterStep
+    from megatron.model.blocks.mtp.module import Depths
 
 # What a model can tell of each token besides the loss that is trained on.
 UNSMOOTHED_LOSS = "token loss"  # without label smoothing
@@ -101,6 +102,7 @@ class GPTModel(nn.Module):
         self.positions = config.positions
         self.label_smoothing = config.label_smoothing
         self.z_loss_coeff = config.z_loss_coeff
+        self.softcap = config.final_logit_softcapping
         table = stage_table(table, layers, first, last)
         scaling = None
         if precision.fp8 is not None:
@@ -110,11 +112,21 @@ class GPTModel(nn.Module):
                 precision, ctx, device, dense=kernels.transformer_engine is None
             )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
-        self.embedding = Embedding(config, params.scope("embedding"), ctx) if first else None
+        self.first = first
+        embeds = first or (last and config.mtp_num_layers)
+        self.embedding = Embedding(config, params.scope("embedding"), ctx) if embeds else None
         self.decoder = Decoder(
             config, params.scope("decoder"), ctx, layers, last, kernels, dtype, device, recompute
         )
         self.output_layer = self._build_output_layer(config, params, kernels) if last else None
+        self.mtp = None
+        if last and config.mtp_num_layers:
+            from megatron.model.blocks.mtp.module import MultiTokenPrediction
+
+            self.mtp = MultiTokenPrediction(
+                config, params.scope("mtp"), ctx, kernels, dtype, device, recompute
+            )
+        self.moe_layers = self.decoder.moe_layers + (self.mtp.moe_layers if self.mtp else [])
         self._check(
             count_parameters(table, {"tp": ctx.tp.size, "ep": ctx.ep.size, "etp": ctx.etp.size}),
             {spec.name for spec in table},
@@ -155,6 +167,7 @@ class GPTModel(nn.Module):
         hidden: torch.Tensor | None = None,
         router_step: RouterStep | None = None,
         token_metrics: TokenMetrics | None = None,
+        depths: Depths | None = None,
     ) -> torch.Tensor:
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
         vocabulary; of a chunk without the last layer hidden states [s, b, h] ([s/tp, b, h] with
@@ -165,7 +178,8 @@ class GPTModel(nn.Module):
         dropout_seeds: those of this micro-batch, or None for no dropout. hidden: what the chunk
         before returned, for a chunk without the first layer. router_step: with experts, in training
         and its evaluations, what routers exchange with the step; without one no token is dropped.
-        token_metrics: with labels, filled. With context parallelism each s but that of document_ids
+        token_metrics: with labels, filled. depths: of multi-token prediction, whose losses are
+        added in backward. With context parallelism each s but that of document_ids
         is s/cp, and position_ids [b or 1, s/cp] must be given. Raises ValueError for an
         attention_mask, without `hidden` where it is needed, and, without position_ids, for a
         sequence longer than the position table.
@@ -179,7 +193,7 @@ class GPTModel(nn.Module):
         assert position_ids is not None or self.ctx.cp.size == 1, (
             "a rank's chunks of a sequence have no plain positions"
         )
-        if self.embedding is None and hidden is None:
+        if not self.first and hidden is None:
             raise ValueError(
                 "this part of the model has no embedding: forward_step must pass **batch.extras to "
                 "it [extras-missing]"
@@ -188,25 +202,34 @@ class GPTModel(nn.Module):
         # The residual stream, [s, b, h] from here on: it starts as the tokens' embeddings, or comes
         # from the chunk before.
         x = hidden
-        if self.embedding is not None:
+        if self.first:
+            assert self.embedding is not None
             x = self.embedding(tokens, position_ids, dropout_seeds)
         # The layers add to it; the last chunk has the final norm too.
         inputs = LayerInputs(None, document_ids, dropout_seeds, router_step)
         x = self.decoder(x, inputs, s, position_ids)
         if self.output_layer is None:
             return x
-        # Logits [s, b, padded vocabulary / tp]: each tensor-parallel rank has columns of its own.
-        logits = self.output_layer(x)
         if labels is not None:
-            return self.losses(logits, labels, token_metrics)
-        all_logits = gather_alike(logits, self.ctx.tp, dim=-1)
+            if depths is not None and self.mtp is not None:
+                assert self.embedding is not None
+                x = self.mtp(x, self.embedding, self._told, inputs, depths, s, position_ids)
+            return self.losses(self.output_layer(x), labels, token_metrics)
+        all_logits = gather_alike(self.logits(x), self.ctx.tp, dim=-1)
         return all_logits[..., : self.vocab_size].transpose(0, 1)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Capped logits [s, b, padded vocabulary / tp] of hidden states [s, b, h]: each
+        tensor-parallel rank has columns of its own."""
+        assert self.output_layer is not None, "a chunk with the last layer"
+        logits = self.output_layer(x)
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
 
     def losses(
         self, logits: torch.Tensor, labels: torch.Tensor, metrics: TokenMetrics | None = None
     ) -> torch.Tensor:
-        """Losses [b, s] of logits [s, b, padded vocabulary / tp], whose memory backward overwrites;
-        fills `metrics`."""
+        """Losses [b, s] of logits [s, b, padded vocabulary / tp] before their cap, whose memory
+        backward overwrites; fills `metrics`."""
         # Label smoothing and z-loss are for training; evaluations are without.
         training = torch.is_grad_enabled()
         smoothing = self.label_smoothing if training else 0.0
@@ -228,6 +251,7 @@ class GPTModel(nn.Module):
             dtype=self.loss_dtype,
             smoothing=smoothing,
             z_loss=z_loss,
+            softcap=self.softcap,
             outputs=RowOutputs(correct, unsmoothed, log_z),
         )
         if metrics is None:
@@ -241,6 +265,25 @@ class GPTModel(nn.Module):
             if values is not None:
                 metrics.values[name] = values.view(logits.shape[:2]).t()
         return losses
+
+    def _told(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [b, s] of hidden states [s, b, h], and where the label has the largest logit."""
+        assert self.output_layer is not None, "a chunk with the last layer"
+        metrics = TokenMetrics((CORRECT,))
+        return self.losses(self.output_layer(x), labels, metrics), metrics.values[CORRECT]
+
+    def layer(self, number: int) -> nn.Module:
+        """The transformer layer of this (global) number."""
+        if self.mtp is not None and number in self.mtp.numbers:
+            return self.mtp.layers[number - self.mtp.numbers.start].transformer_layer
+        return self.decoder.layers[str(number)]
+
+    def dropout_places(self) -> list[Place]:
+        """Where it takes seeds of dropout."""
+        places = [self.embedding.place] if self.embedding and self.embedding.dropout else []
+        for layer in self.decoder.layers.values():
+            places += [(layer.number, *site) for site in layer.dropout_sites.items()]
+        return places
 
     def _length(
         self,

@@ -23,7 +23,7 @@ from megatron.model.blocks.block import (
     Residual,
 )
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
-from megatron.model.blocks.modules import MODULES
+from megatron.model.blocks.modules import module_of
 from megatron.model.embedding import RotaryTables
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
@@ -74,7 +74,7 @@ class TransformerLayer(RowModule):
             before, after, site = names
             # In the order of the table of parameters, in which gradient buffers hold them.
             self._add_norm(before, config, params, kernels)
-            module = MODULES[type(block)](
+            module = module_of(type(block))(
                 block,
                 params=params.scope(block.scope),
                 ctx=ctx,
@@ -147,12 +147,11 @@ class TransformerLayer(RowModule):
         return self.drop(x, self.hidden_dropout, seed, residual)
 
     def dropout_seeds(self, of_batch: DropoutSeeds | None) -> dict[str, torch.Tensor]:
-        """The seed of each site of dropout; none in evaluation. Tensors on the CPU: a graph would
-        hold integers as constants, and each is new."""
+        """The seed of each site of dropout; none in evaluation."""
         if of_batch is None:
             return {}
         return {
-            site: torch.tensor(of_batch.seed(self.number, site, tp_part))
+            site: of_batch.tensor(self.number, site, tp_part)
             for site, tp_part in self.dropout_sites.items()
         }
 

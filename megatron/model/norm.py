@@ -50,7 +50,7 @@ class Norm(RowModule):
             return self.transformer_engine(x)
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = self.bias
-        if x.dtype != weight.dtype:
-            weight = weight.to(x.dtype)
-            bias = None if bias is None else bias.to(x.dtype)
-        return self.compute(x, weight, bias).to(self.weight.dtype)
+        if x.dtype == weight.dtype:
+            return self.compute(x, weight, bias)
+        wide_bias = None if bias is None else bias.to(x.dtype)
+        return self.compute(x, weight.to(x.dtype), wide_bias).to(weight.dtype)

@@ -76,7 +76,10 @@ class MixedPrecisionOptimizer:
     parameters that others update: every rank has the same groups.
 
     `span(name)` gives a context manager around each part of a step (Megatron's timer names).
+    `rescale`: called after an update with each parameter and its main weight, which it may change.
     """
+
+    rescale: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def __init__(
         self,
@@ -193,19 +196,25 @@ class MixedPrecisionOptimizer:
                     self._counted(grads), self._ranks.reduce_sum, self._device, factor
                 )
         with self._span("optimizer-inner-step"):
-            if self._beta2[1] > 0.0:
-                for group in self.param_groups:
-                    if not group["muon"]:
-                        group["betas"] = (group["betas"][0], self.adam_beta2)
-            if self._precision_aware is not None:
-                self._precision_aware.update(grads, factor)
-            else:
-                self.inner.step()
+            self._update(grads, factor)
         self.step_count += 1
         self._release_gradients()
         with self._span("optimizer-copy-main-to-model-params"):
             self._copy_main_to_model()
         return StepResult(True, norm, zeros)
+
+    def _update(self, grads: Sequence[torch.Tensor], factor: float) -> None:
+        if self._beta2[1] > 0.0:
+            for group in self.param_groups:
+                if not group["muon"]:
+                    group["betas"] = (group["betas"][0], self.adam_beta2)
+        if self._precision_aware is not None:
+            self._precision_aware.update(grads, factor)
+        else:
+            self.inner.step()
+        if self.rescale is not None:
+            for param, main in zip(self._params, self._main, strict=True):
+                self.rescale(param, main)
 
     def _scale(self, grads: Sequence[torch.Tensor], factor: float) -> float:
         """Multiply the gradients by `factor` unless the update does it; returns what is left to the

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.kernels.block_attention import Block
+from megatron.kernels.block_attention import KeyBlock
 from megatron.kernels.block_implementations import IMPLEMENTATIONS
 from megatron.kernels.implementation import choose
 
 
-def block_attention(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+def block_attention(q: Tensor, k: Tensor, v: Tensor, block: KeyBlock) -> tuple[Tensor, Tensor]:
     """q [s_q, b, n, d], k and v [s_k, b, g, d] with n a multiple of g -> (out [s_q, b, n, d], lse
     [s_q, b, n]).
 
@@ -31,7 +31,7 @@ def block_attention_grads(
     out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    block: Block,
+    block: KeyBlock,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of (q, k, v) from this block, of shapes as theirs and at least fp32 if not from
     the flash kernel.

@@ -185,14 +185,18 @@ def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
     """Start to send `x` to the next rank of a ring; the function waits and returns what the
     previous rank sent."""
     x = x.contiguous()
-    out = torch.empty_like(x)
-    after, before = (axis.ranks[(axis.rank + step) % axis.size] for step in (1, -1))
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, after, axis.group),
-            dist.P2POp(dist.irecv, out, before, axis.group),
-        ]
-    )
+    return start_exchange(x, torch.empty_like(x), axis, 1)
+
+
+def start_exchange(
+    x: torch.Tensor, out: torch.Tensor, axis: Axis, step: int
+) -> Callable[[], torch.Tensor]:
+    """Start to send `x` to the rank `step` further on a ring, and to receive into `out` from the
+    rank as far before; the function waits and returns `out`. Nothing empty travels."""
+    after, before = (axis.ranks[(axis.rank + way) % axis.size] for way in (step, -step))
+    operations = [dist.P2POp(dist.isend, x, after, axis.group)] * (x.numel() > 0)
+    operations += [dist.P2POp(dist.irecv, out, before, axis.group)] * (out.numel() > 0)
+    works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> torch.Tensor:
         for work in works:
@@ -229,7 +233,7 @@ def broadcast_(x: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
 
 def gather_objects(value: Value, axis: Axis) -> list[Value]:
     """What every rank of the axis holds, in rank order. For start-up and checkpoints, never in the
-    step. Of a simulated group (simulated_group.py): this rank's value for every rank."""
+    step. Of a simulated group (addons/lab/trace): this rank's value for every rank."""
     if axis.size == 1 or "fake" in dist.get_backend(axis.group):
         return [value] * axis.size
     out: list[Any] = [None] * axis.size

@@ -46,6 +46,9 @@ class ParallelContext:
     in each), optimizer (tp x pp x shard: the ranks that together hold one whole state). Without it
     every rank is an instance of its own.
 
+    With --hierarchical-context-parallel-sizes cp is cut into cp_heads (neighbours, which exchange
+    heads) and cp_ring.
+
     Experts are split over ep and, by width, over etp. All ranks of a pipeline stage are folded once
     more for them: rank in the stage = etp + ETP * (ep + EP * replica). The ranks that hold the same
     experts are `experts`, Replicas as `dense` is of all other weights. Where the two are not the
@@ -61,13 +64,19 @@ class ParallelContext:
         self._alone: Any = None
         self._timeout = timedelta(minutes=config.distributed_timeout_minutes)
         self.sequence_parallel = config.sequence_parallel and tp > 1
-        self.cp_comm_type = "all_gather" if config.cp_comm_type == "all_gather" else "p2p"
         if config.use_tp_pp_dp_mapping:
             grid = torch.arange(world_size).view(-1, pp, cp, tp).transpose(0, 1)
         else:
             grid = torch.arange(world_size).view(pp, -1, cp, tp)
         self.tp = self._axis("tp", grid, 3)
         self.cp = self._axis("cp", grid, 2)
+        self.cp_heads = self.cp_ring = Axis("alone", ranks=(rank,))
+        if config.hierarchical_context_parallel_sizes and cp > 1:
+            heads, ring = config.hierarchical_context_parallel_sizes
+            assert heads * ring == cp, "config/checks/layout.py refuses this"
+            levels = grid.unflatten(2, (ring, heads))
+            self.cp_heads = self._axis("cp_heads", levels, 3)
+            self.cp_ring = self._axis("cp_ring", levels, 2)
         self.dp = self._axis("dp", grid, 1)
         self.pp = self._axis("pp", grid, 0)
         self.pp_gradients = self._axis("pp_gradients", grid, 0)
@@ -77,6 +86,7 @@ class ParallelContext:
         self.world = self._axis("world", grid.flatten(), 0)
         self._cut_into_instances(grid.flatten(1, 2), config)
         self._split_experts(grid.flatten(1), config)
+        self.shares_weights = config.shares_weights
 
     def _split_experts(self, grid: torch.Tensor, config: ParallelConfig) -> None:
         """etp, ep and the replicas of experts, of a grid [pp, dp x cp x tp]."""
@@ -95,11 +105,18 @@ class ParallelContext:
         data = self._axis("experts", grid, 1)
         self.experts = Replicas(data, Axis("alone", ranks=(self.rank,)), data)
         optimizer_instances = config.num_distributed_optimizer_instances
-        if config.use_distributed_optimizer and data.size > optimizer_instances:
+        if config.shares_optimizer and data.size > optimizer_instances:
             cut = grid.unflatten(1, (optimizer_instances, -1))
             shard = self._axis("expert_shard", cut, 2)
             self.experts = Replicas(data, shard, self._axis("expert_instances", cut, 1))
         self.optimizer = replace(self.world, name="optimizer")
+
+    def attention_axes(self, comm_type: str) -> tuple[Axis, Axis]:
+        """Of `cp` the ranks that exchange heads, and those of a ring, by --cp-comm-type."""
+        if comm_type == "a2a+p2p":
+            return self.cp_heads, self.cp_ring
+        alone = Axis("alone", ranks=(self.rank,))
+        return (self.cp, alone) if comm_type == "a2a" else (alone, self.cp)
 
     def replicas(self, name: str) -> Replicas:
         """`dense` or `experts`."""
@@ -112,7 +129,7 @@ class ParallelContext:
         instances = config.num_distributed_optimizer_instances
         assert ranks % instances == 0, "config/checks/layout.py refuses this"
         alone = Axis("alone", ranks=(self.rank,))
-        if not config.use_distributed_optimizer or instances == ranks:
+        if not config.shares_optimizer or instances == ranks:
             shard = alone
             between = self.dp_cp
             optimizer = self.model

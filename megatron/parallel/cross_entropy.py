@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from megatron.kernels.cross_entropy import (
     NO_OUTPUTS,
     RowOutputs,
+    capped,
     log_softmax,
     loss_dtype,
     one_pass,
@@ -29,12 +30,14 @@ Reduce = Callable[[Tensor, Axis, str], Tensor]
 
 class _Loss(NamedTuple):
     """What is computed: the maths' dtype, the share of the label that is spread over all ids (of
-    each: `uniform`), the coefficient of the z-loss; and by what (`one_pass`)."""
+    each: `uniform`), the coefficient of the z-loss, the cap of the logits; and by what
+    (`one_pass`)."""
 
     dtype: torch.dtype
     smoothing: float
     uniform: float
     z_loss: float
+    softcap: float | None
     ops: ModuleType | None
 
 
@@ -47,6 +50,7 @@ def parallel_cross_entropy(
     dtype: torch.dtype | None = None,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     outputs: RowOutputs = NO_OUTPUTS,
     reduce: Reduce = all_reduce,
 ) -> Tensor:
@@ -60,8 +64,8 @@ def parallel_cross_entropy(
     vocab_start = tp.rank * logits.shape[1]
     valid = min(max(vocab_size - vocab_start, 0), logits.shape[1])
     dtype = dtype or loss_dtype(logits)
-    ops = one_pass(logits, dtype)
-    loss = _Loss(dtype, smoothing, smoothing / vocab_size, z_loss, ops)
+    ops = one_pass(logits, dtype, softcap)
+    loss = _Loss(dtype, smoothing, smoothing / vocab_size, z_loss, softcap, ops)
     return _ParallelCrossEntropy.apply(
         logits, labels - vocab_start, valid, loss, tp, reduce, *outputs
     )
@@ -121,7 +125,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
             increment_version(logits)
         else:
             exp = lambda chunk, rows: chunk.sub_(log_total[rows, None]).exp_()  # noqa: E731
-            overwrite(logits, ctx.valid, log_total.dtype, *label, exp)
+            overwrite(logits, ctx.valid, log_total.dtype, *label, exp, ctx.loss.softcap)
         return logits, *[None] * 8
 
 
@@ -147,7 +151,7 @@ def _local_sums(
     logit_sum = torch.zeros_like(log_sum)
     largest = log_sum.clone() if wants_largest else None
     for rows in row_chunks(logits) if valid else []:
-        chunk = logits[rows, :valid]
+        chunk = capped(logits[rows, :valid], loss.softcap, loss.dtype)
         picked = columns[rows, None]
         target[rows] = chunk.gather(1, picked).squeeze(1).to(loss.dtype)
         if largest is not None:

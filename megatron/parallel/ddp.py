@@ -8,11 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megatron.config.plan.zero_partition import Assign
+from megatron.config.plan.buckets import Assign
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.flat_buffers import FlatBuffers
 from megatron.parallel.gathering import Gathering
 from megatron.parallel.reduction import Reduction
+from megatron.parallel.single_stage import Backward
 
 
 class GradBuffers(FlatBuffers):
@@ -42,6 +43,10 @@ class GradBuffers(FlatBuffers):
         every parameter."""
         super().zero()
         self.reduction.expect(micro_batches)
+
+    def each_backward(self, backward: Backward) -> Backward:
+        """What a schedule calls in place of `backward`."""
+        return backward
 
     def reduce(self) -> None:
         """Sum over the ranks that saw other tokens, after copies that saw part of their gradient

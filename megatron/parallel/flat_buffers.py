@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from megatron.config.plan import buckets as flat_buckets
-from megatron.config.plan.zero_partition import Assign, Partition, Shared
+from megatron.config.plan.buckets import Assign, Partition, Shared, unit_of
 from megatron.parallel.context import ParallelContext, Replicas
 from megatron.parallel.sharding import Parameter
 
+Spans = Sequence[tuple[int, int]]
+# flat weights (None: each parameter has its own memory), flat gradients, and `owned`
+Placed = tuple[torch.Tensor | None, torch.Tensor, Sequence[torch.Tensor]]
 
-class Bucket:
+
+class GradBucket:
     """A bucket of the layout on this rank.
 
     range, shard: of the flat buffers, that of the bucket and that of this rank's shard of it.
@@ -62,6 +66,7 @@ class FlatBuffers:
         grad_dtype: torch.dtype,
         bucket_size: int | None = None,
         assign: Assign | None = None,
+        units: bool = False,
     ):
         params = [cast(Parameter, p) for p in parameters if p.requires_grad]
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
@@ -77,26 +82,37 @@ class FlatBuffers:
             partition=partition,
             experts=experts,
             expert_shards=ctx.experts.shard.size,
+            units=[unit_of(p.sharding.name) for p in params] if units else (),
         )
         self.layout = layout
         self.buckets = []
         for bucket in layout.buckets:
             members = [params[number] for number in bucket.members]
             replicas = ctx.experts if bucket.experts else ctx.dense
-            self.buckets.append(Bucket(bucket, members, replicas))
+            self.buckets.append(GradBucket(bucket, members, replicas))
         self.params = [p for bucket in self.buckets for p in bucket.params]
-        # weights first: a parameter's own memory is free before the gradients take theirs
-        self.weights = _flatten(params, layout) if sharded else None
-        self.flat = torch.zeros(layout.size, dtype=grad_dtype, device=params[0].device)
-        for p, start in zip(params, layout.starts, strict=True):
-            p.main_grad = self.flat[start : start + p.numel()].view(p.shape)
+        spans = layout.spans(ctx.shard.rank, ctx.experts.shard.rank) if sharded else None
+        self.weights, self.flat, self.owned = self._place(params, grad_dtype, spans)
+        for p in params:
             if p.dtype == grad_dtype:
                 p.grad = p.main_grad
             else:
                 p.register_post_accumulate_grad_hook(_add_to_main_grad)
-        self.owned: Sequence[torch.Tensor] = params
-        if sharded:
-            self.owned = _owned(params, layout.spans(ctx.shard.rank, ctx.experts.shard.rank))
+
+    def _place(self, params: list[Parameter], dtype: torch.dtype, spans: Spans | None) -> Placed:
+        """Give weights and gradients their memory. `spans`: what this rank updates of each
+        parameter; None for all."""
+        # weights first: a parameter's own memory is free before the gradients take theirs
+        weights = None if spans is None else _flatten(params, self.layout)
+        flat = torch.zeros(self.layout.size, dtype=dtype, device=params[0].device)
+        for p, start in zip(params, self.layout.starts, strict=True):
+            p.main_grad = flat[start : start + p.numel()].view(p.shape)
+        return weights, flat, params if spans is None else _owned(params, spans)
+
+    def held(self, p: nn.Parameter) -> torch.Tensor:
+        """What this rank holds of a weight between steps: all of it; or a flat view with a `span`
+        of its elements."""
+        return p.data
 
     def zero(self) -> None:
         """Zero all gradients, or mark those stale that a kernel overwrites."""
@@ -152,17 +168,25 @@ def _flatten(params: list[Parameter], layout: flat_buckets.Layout) -> torch.Tens
     return flat
 
 
-def _owned(params: list[Parameter], spans: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def _owned(params: list[Parameter], spans: Spans) -> list[torch.Tensor]:
     """Of each parameter the flat view that this rank updates (perhaps empty), with its part of
     `main_grad`."""
     owned = []
     for p, (start, stop) in zip(params, spans, strict=True):
-        shard: Any = p.detach().view(-1)[start:stop]
-        shard.main_grad = p.main_grad.view(-1)[start:stop]
-        shard.sharding = p.sharding
-        shard.span = (start, stop)
-        owned.append(shard)
+        part = p.detach().view(-1)[start:stop]
+        owned.append(part_of(p, (start, stop), part, p.main_grad.view(-1)[start:stop]))
     return owned
+
+
+def part_of(
+    p: Parameter, span: tuple[int, int], part: torch.Tensor, main_grad: torch.Tensor
+) -> torch.Tensor:
+    """`part`, the elements `span` of a parameter, as one of `FlatBuffers.owned`."""
+    shard: Any = part
+    shard.main_grad = main_grad
+    shard.sharding = p.sharding
+    shard.span = span
+    return part
 
 
 def _add_to_main_grad(p: Parameter) -> None:

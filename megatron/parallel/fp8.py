@@ -18,7 +18,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.kernels.fp8 import (
     FORMATS,
     Cast,
-    Scale,
+    TensorScale,
     cast_weight,
     fitting_scale,
     grouped_linear_fp8,
@@ -121,7 +121,7 @@ class LayerScaling:
             self.weight_cast = cast
         return cast
 
-    def scale(self, operand: int, amax: torch.Tensor, training: bool) -> Scale:
+    def scale(self, operand: int, amax: torch.Tensor, training: bool) -> TensorScale:
         """`scale_of` the input (0), the weight (1) or the output's gradient (2)."""
         if self.delayed and training:
             largest_amax = self.step_amax[operand]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.parallel.collectives import Pending, start_all_gather_, start_broadcast_shards_
-from megatron.parallel.flat_buffers import Bucket, FlatBuffers
+from megatron.parallel.flat_buffers import FlatBuffers, GradBucket
 
 
 class Gathering:
@@ -22,7 +22,7 @@ class Gathering:
     def __init__(self, buffers: FlatBuffers, overlap: bool):
         self._buffers = buffers
         self._overlap = overlap
-        self._started: dict[Bucket, Pending] = {}
+        self._started: dict[GradBucket, Pending] = {}
 
     def start(self) -> None:
         """After an update of `owned`: gather all weights; with overlap they are only under way
@@ -43,12 +43,12 @@ class Gathering:
         """Wait for weights under way, before something other than a forward pass reads them."""
         self._wait_for(self._buffers.buckets)
 
-    def _wait_for(self, buckets: Iterable[Bucket]) -> None:
+    def _wait_for(self, buckets: Iterable[GradBucket]) -> None:
         for bucket in buckets:
             if bucket in self._started:
                 self._started.pop(bucket)()
 
-    def _before_forward(self, buckets: list[Bucket], module: nn.Module, args: Any) -> None:
+    def _before_forward(self, buckets: list[GradBucket], module: nn.Module, args: Any) -> None:
         self._wait_for(buckets)
 
     def wait_in_forward(self, model: nn.Module) -> None:
@@ -56,7 +56,7 @@ class Gathering:
         one for all inside it."""
         if self._buffers.weights is None or not self._overlap:
             return
-        bucket_of: dict[nn.Parameter, Bucket] = {
+        bucket_of: dict[nn.Parameter, GradBucket] = {
             p: bucket for bucket in self._buffers.buckets for p in bucket.params
         }
 

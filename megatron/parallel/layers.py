@@ -15,7 +15,14 @@ from torch import nn
 from megatron.kernels import functional
 from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.linear_implementations import IMPLEMENTATIONS, Gemms, LinearSpec
+from megatron.kernels.linear import FEW_MULTIPLICATIONS
+from megatron.kernels.linear_implementations import (
+    IMPLEMENTATIONS,
+    Gemms,
+    LinearSpec,
+    ParameterGemms,
+)
+from megatron.kernels.weight_grads import LOW_PRECISION
 from megatron.parallel.collectives import (
     reduce_from,
     scatter_sequence,
@@ -43,18 +50,24 @@ def _linear(
     they have one and `accumulate` allows it."""
     main_grad = getattr(weight, "main_grad", None) if accumulate else None
     bias_main_grad = getattr(bias, "main_grad", None) if accumulate else None
-    if weight.dim() > 2:
-        weight = weight.flatten(0, -2)
-    if bias is not None and bias.dim() > 1:
-        bias = bias.flatten()
     return gemms.linear(
         x,
-        weight,
-        bias,
+        *_as_matrices(weight, bias),
         accumulate_into=main_grad,
         accumulate_bias_into=bias_main_grad,
         tp_comm=tp_comm,
     )
+
+
+def _as_matrices(
+    weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """W as a matrix and b as a vector: of gated layers they have a dimension more."""
+    if weight.dim() > 2:
+        weight = weight.flatten(0, -2)
+    if bias is not None and bias.dim() > 1:
+        bias = bias.flatten()
+    return weight, bias
 
 
 def _tp_comm(ctx: ParallelContext) -> functional.TpComm | None:
@@ -119,6 +132,8 @@ class LinearLayer(nn.Module):
     GEMMs, None for GEMMs in the parameter dtype. `engine`: Transformer Engine's module in its
     place."""
 
+    gemms: Any = ParameterGemms
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -170,6 +185,23 @@ class _ParallelLinear(LinearLayer):
         super().__init__(weight, scaling, kernels, engine)
         self.bias = bias
         self.ctx = ctx
+        self.alone = scaling is None and engine is None and ctx.tp.size == 1
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        """As `compute`, by torch's own layer where that is faster and adds gradients, unrounded, to
+        the same memory."""
+        x = inputs[0]
+        weight, bias = self.weight, self.bias
+        if (
+            torch.compiler.is_compiling()
+            or not self.alone
+            or x.dtype in LOW_PRECISION
+            or x.numel() * weight.shape[:-1].numel() >= FEW_MULTIPLICATIONS
+            or weight.grad is not getattr(weight, "main_grad", None)
+            or (bias is not None and bias.grad is not getattr(bias, "main_grad", None))
+        ):
+            return super().forward(x)
+        return F.linear(x, *_as_matrices(weight, bias))
 
     @classmethod
     def named(

@@ -212,7 +212,7 @@ class Pipeline:
         """Whether this chunk of this stage computes the loss."""
         return self._pp.rank == self._pp.size - 1 and chunk == self.chunks - 1
 
-    def run(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
+    def play(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
         """Forward and backward of that many micro-batches; without `backward` (and under no_grad)
         forward alone."""
         actions = stage_schedule(

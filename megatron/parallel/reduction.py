@@ -14,7 +14,7 @@ from megatron.parallel.collectives import (
     start_reduce_shards_,
 )
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.flat_buffers import Bucket, FlatBuffers
+from megatron.parallel.flat_buffers import FlatBuffers, GradBucket
 from megatron.parallel.sharding import Parameter
 
 
@@ -34,11 +34,11 @@ class Reduction:
         self._ctx = ctx
         self._fp32_accumulation = fp32_accumulation
         # what has started, by bucket
-        self._started: dict[Bucket, Pending] = {}
+        self._started: dict[GradBucket, Pending] = {}
         # gradients still to come by parameter, and parameters that wait for some by bucket; empty
         # where they are not counted
         self._expected: dict[Parameter, int] = {}
-        self._missing: dict[Bucket, int] = {}
+        self._missing: dict[GradBucket, int] = {}
         # the first bucket whose reduction has not started
         self._next = 0
         # called by `run`, which then sums nothing itself; while it is set no sum starts earlier, so
@@ -64,7 +64,7 @@ class Reduction:
         else:
             self.sum_over_ranks(self._buffers.buckets)
 
-    def sum_over_ranks(self, buckets: Sequence[Bucket]) -> None:
+    def sum_over_ranks(self, buckets: Sequence[GradBucket]) -> None:
         """Sum the gradients of these buckets, of which the first `_next` have started, and wait."""
         for bucket in buckets[self._next :]:
             for axis in bucket.layout.partial:
@@ -75,7 +75,7 @@ class Reduction:
         self._next = 0
         self._reduce_over_instances(buckets)
 
-    def _reduce_over_instances(self, buckets: Sequence[Bucket]) -> None:
+    def _reduce_over_instances(self, buckets: Sequence[GradBucket]) -> None:
         """Add up the shards of all instances, which have their own sums: all buckets at once."""
         reductions = []
         for bucket in buckets:
@@ -85,7 +85,7 @@ class Reduction:
         for reduction in reductions:
             reduction()
 
-    def _gradient_ready(self, bucket: Bucket, p: Parameter) -> None:
+    def _gradient_ready(self, bucket: GradBucket, p: Parameter) -> None:
         """Count a micro-batch's gradient of `p`, and reduce the buckets that are complete.
 
         Buckets start in their own order, also where a later one is complete first: autograd may
@@ -108,7 +108,7 @@ class Reduction:
             self._next += 1
             self._start(bucket)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: GradBucket) -> None:
         """Start to reduce a bucket over shard, or over instances where there is only one shard."""
         self._collect(wait=False)
         flat = self._buffers.flat

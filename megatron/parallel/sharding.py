@@ -81,7 +81,7 @@ def is_primary_copy(sharding: Sharding, ctx: ParallelContext) -> bool:
     (Which of the data-parallel replicas writes is the caller's business: they hold the same.)
     """
     split = {axis for axis, _ in sharding.splits}
-    copies = {"tp", *sharding.partial} - split if "etp" not in split else set()
+    copies = {*sharding.partial} if "ep" in split else {"tp", *sharding.partial} - split
     return all(getattr(ctx, axis).rank == 0 for axis in copies)
 
 
@@ -100,6 +100,7 @@ def parameter(
     partial: tuple[str, ...] = (),
 ) -> Parameter:
     """This rank's part of the parameter, its memory not yet filled, with its record as `.sharding`.
+    Where ranks share it, it has no memory before `ShardedBuffers` give it some.
 
     `partial`: axes in addition to the spec's own over which its gradient is summed.
     """
@@ -119,6 +120,9 @@ def parameter(
     dtype = dtype if spec.trained else torch.promote_types(dtype, torch.float32)
     built = Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
     built.sharding = sharding
+    shared = ctx.shares_weights and ctx.replicas(sharding.replicas).shard.size > 1
+    if shared and spec.trained and built.device.type != "meta":
+        built.untyped_storage().resize_(0)
     return built
 
 
@@ -180,7 +184,8 @@ def init_parameters(params: Iterable[torch.nn.Parameter], ctx: ParallelContext, 
     Values are drawn in fp32 on the CPU, whole, then cut and cast, so every layout, device and dtype
     starts alike; padding rows of a vocabulary are 0.
     """
-    params = [p for p in params if p.device.type != "meta"]  # of --dry-run --trace: no memory
+    # without memory: of --dry-run --trace, and those that ShardedBuffers fill
+    params = [p for p in params if p.device.type != "meta" and p.untyped_storage().nbytes()]
     # The generators run outside the interpreter's lock and the order does not matter, so threads
     # share the work. Not torch's number of them: torchrun sets that to 1.
     with ThreadPoolExecutor(_drawing_threads()) as pool:

@@ -23,7 +23,7 @@ class SingleStage:
         """It computes the loss."""
         return True
 
-    def run(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
+    def play(self, micro_batches: int, forward: Forward, backward: Backward | None = None) -> None:
         """Forward and backward of that many micro-batches in turn; without `backward` (and under
         no_grad) forward alone."""
         for micro_batch in range(micro_batches):

@@ -16,7 +16,7 @@ from megatron.parallel.collectives import all_reduce_, start_receive, start_send
 from megatron.parallel.context import Axis, ParallelContext
 
 # of the axes that send in every step; those of pipeline stages send in pairs
-AXES = ("tp", "etp", "cp", "ep", "shard", "instances", "optimizer", "world")
+AXES = ("tp", "etp", "cp", "cp_heads", "cp_ring", "ep", "shard", "instances", "optimizer", "world")
 LIMIT_SECONDS = 60.0
 
 

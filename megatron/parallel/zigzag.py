@@ -10,7 +10,7 @@ rank's two chunks have the same work. With 4 ranks, the keys that a query of eac
 
 The same holds for each pair of ranks (`tiles`), so that no rank waits for another in any hop of the
 ring. K and V of a rank travel in two parts, so that one part on its way and one at work are no more
-than one rank's K and V.
+than one rank's K and V. Inside a window a rank gets the rows that it sees and no others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.config.plan.window_rows import chunks as numbers
+from megatron.config.plan.window_rows import first_seen, rows_seen
 from megatron.parallel.context import Axis
 
 PARTS = (0, 1)
@@ -81,30 +83,36 @@ def tiles(rank: int, source: int, chunk: int, part: int) -> list[Tile]:
     return [Tile(both, slice(0, rows))] if rows else []
 
 
-def tiles_in_window(
-    rank: int, source: int, chunk: int, part: int, ranks: int, window: int
-) -> list[Tile]:
-    """`tiles`, cut into runs of positions, without those whose keys are all before the `window` of
-    their queries."""
-    late = (2 * ranks - 1) * chunk  # position of the late chunk of rank 0
-    queries = [(slice(0, chunk), rank * chunk), (slice(chunk, 2 * chunk), late - rank * chunk)]
-    keys = queries
+def tiles_in_window(rank: int, source: int, ranks: int, chunk: int, window: int) -> list[Tile]:
+    """What `rank` computes with the keys of `source` that are in the window of one of its queries:
+    its own from the start of each chunk on, others as `rows_seen` packs them. Each tile has the
+    queries and the keys that see one another, and those between."""
+    begins = {0: 0, 1: chunk}  # where the rows of an early and of a late chunk are
+    firsts = {0: 0, 1: 0}  # what they are from
     if source != rank:
-        first, second = part_rows(chunk, part)
-        rows = first.stop - first.start
-        keys = [
-            (slice(0, rows), source * chunk + first.start),
-            (slice(rows, chunk), late - source * chunk + second.start - chunk),
-        ]
-    return [
-        Tile(query_run, key_run, tile.causal, begin - key_begin)
-        for tile in tiles(rank, source, chunk, part)
-        for query_run, begin in queries
-        for key_run, key_begin in keys
-        if _within(query_run, tile.queries) and _within(key_run, tile.keys)
-        if begin - key_begin - (key_run.stop - key_run.start) + 1 < window
-    ]
-
-
-def _within(run: slice, rows: slice) -> bool:
-    return rows.start <= run.start < run.stop <= rows.stop
+        begins, firsts, held = {}, {}, 0
+        for start, stop in rows_seen(rank, source, ranks, chunk, window):
+            half, first = divmod(start, chunk)
+            begins[half], firsts[half] = held, first
+            held += stop - start
+    tiles = []
+    for i, queries in enumerate(numbers(rank, ranks)):
+        for half, keys in enumerate(numbers(source, ranks)):
+            if queries == keys:
+                run = slice(i * chunk, (i + 1) * chunk)
+                tiles.append(Tile(run, run, True))
+            first = first_seen(queries, keys, chunk, window)
+            if queries <= keys or first >= chunk:
+                continue
+            back = (queries - keys) * chunk  # from a key to the query of the same row
+            seeing = min(chunk, chunk - 1 + window - back)
+            held_from = begins[half] - firsts[half]
+            tiles.append(
+                Tile(
+                    slice(i * chunk, i * chunk + seeing),
+                    slice(held_from + first, held_from + chunk),
+                    distance=back - first,
+                )
+            )
+    # the first of the own keys give every query a key
+    return sorted(tiles, key=lambda tile: not tile.causal)

@@ -4,6 +4,8 @@ used."""
 import importlib
 from pathlib import Path
 
+from megatron import addons
+
 _HOME = {
     "megatron.log": ("print_rank_0", "print_rank_last"),
     "megatron.program": (
@@ -14,39 +16,10 @@ _HOME = {
     ),
     "megatron.training.script_args": ("get_args", "get_timers", "get_tokenizer"),
     "megatron.training.script_model": ("GPTModel",),
-    "megatron.training.script_names": (
-        "BlendedMegatronDatasetBuilder",
-        "GPTDataset",
-        "GPTDatasetConfig",
-        "MockGPTDataset",
-        "StragglerDetector",
-        "average_losses_across_data_parallel_group",
-        "build_tokenizer",
-        "core_transformer_config_from_args",
-        "flatten_batch_for_packed_sequences",
-        "get_attr_wrapped_model",
-        "get_batch_on_this_cp_rank",
-        "get_batch_on_this_tp_rank",
-        "get_blend_and_blend_per_split",
-        "get_blend_from_list",
-        "get_gpt_decoder_block_spec",
-        "get_gpt_layer_local_spec",
-        "get_gpt_layer_with_transformer_engine_spec",
-        "get_ltor_masks_and_position_ids",
-        "get_mtp_ranks",
-        "get_rerun_state_machine",
-        "get_te_version",
-        "get_torch_version",
-        "gpt_config_from_args",
-        "inprocess_restart",
-        "mtp_on_this_rank",
-        "set_startup_timestamps",
-        "tensor_parallel",
-    ),
     "megatron.training.script_ranks": ("is_first_or_last_pipeline_stage", "mpu", "parallel_state"),
 }
 _RANKS = "megatron.training.script_ranks"
-_IMPORTS = "megatron.training.script_imports"
+_MORE = "script_names"  # of add-ons: more names (`NAMES`), and `refuse` for those that are nowhere
 
 
 def _home(name: str) -> str | None:
@@ -56,7 +29,8 @@ def _home(name: str) -> str | None:
             return home
     if name.startswith(("get_", "is_")) and hasattr(importlib.import_module(_RANKS).mpu, name):
         return _RANKS
-    return _IMPORTS if name in importlib.import_module(_IMPORTS).UNUSABLE else None
+    homes = (each for each in addons.modules(_MORE) if name in importlib.import_module(each).NAMES)
+    return next(homes, None)
 
 
 def has(name: str) -> bool:
@@ -69,9 +43,8 @@ def __getattr__(name: str) -> object:
     home = None if is_module or name.startswith("__") else _home(name)
     if home is None:
         if not is_module and not name.startswith("__"):
-            importlib.import_module(_IMPORTS).refuse(name, has)
+            for more in addons.modules(_MORE):
+                importlib.import_module(more).refuse(name, has)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(home)
-    if home == _IMPORTS:
-        return module.unusable(name)
-    return getattr(module if name in _HOME.get(home, ()) else module.mpu, name)
+    return getattr(module if home != _RANKS or name in _HOME[home] else module.mpu, name)

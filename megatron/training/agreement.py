@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from signal import Signals
 
 import torch
 
+from megatron.training.hook import Hook
 from megatron.training.result import Requests
 from megatron.training.run import Run
 
@@ -16,16 +17,18 @@ class Agreement:
     """The requests of this rank and of all ranks. In a training step they travel with the loss
     (`train_step`); elsewhere they take a collective, which all ranks must call."""
 
-    def __init__(self, run: Run, started: float):
-        """`started`: when the program began, in seconds of `run.services.clock`."""
+    def __init__(self, run: Run, started: float, hooks: Sequence[Hook] = ()):
+        """`started`: when the program began, in seconds of `run.services.clock`; `hooks`: all of
+        the loop."""
         self._run = run
         self._started = started
+        self._hooks = hooks
 
-    def own(self, of_features: Iterable[Requests | None] = ()) -> Requests:
-        """The requests of this rank: signal and time, and those of others (features) added."""
+    def own(self, iteration: int) -> Requests:
+        """What this rank requests after `iteration`: signal and time, and what the hooks do."""
         total = Requests(bool(self._run.services.signals.received), self._time_is_up())
-        for requests in of_features:
-            if requests:
+        for hook in self._hooks:
+            if requests := hook.requests(iteration):
                 total = Requests(*map(operator.add, total, requests))
         return total
 

@@ -20,12 +20,13 @@ from megatron.data.samples import Sample
 from megatron.kernels.cu_seqlens import with_lengths
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
-from megatron.parallel.zigzag import my_chunks
 from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
-    from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
+    from megatron.data.object_storage.read_ahead import ReadAhead
+    from megatron.data.samples import Ahead
     from megatron.model.blocks.module import RouterStep
+    from megatron.model.blocks.mtp.module import Depths
     from megatron.model.gpt import TokenMetrics
 
 
@@ -38,7 +39,8 @@ class Batch:
     if there is one. Of packed samples b is 1 and s a whole row. `subset_ids`, where subsets of the
     data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
     `token_metrics`: what the model is to tell of each token besides its loss, where the step counts
-    it. `router_step`: with experts, what routers exchange with the step."""
+    it. `router_step`: with experts, what routers exchange with the step. `depths`: what multi-token
+    prediction reads and tells, in training."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -50,6 +52,7 @@ class Batch:
     subset_ids: torch.Tensor | None = None
     token_metrics: TokenMetrics | None = None
     router_step: RouterStep | None = None
+    depths: Depths | None = None
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -60,6 +63,7 @@ class Batch:
             "hidden": self.hidden,
             "router_step": self.router_step,
             "token_metrics": self.token_metrics,
+            "depths": self.depths,
         }
 
 
@@ -116,8 +120,9 @@ class MicroBatch(NamedTuple):
         return _from_values, (self.rows.numpy(), *self[1:])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`."""
-        rows = self.rows.pin_memory() if device.type == "cuda" else self.rows
+        """The same on `device`, where it may be."""
+        from_host = device.type == "cuda" and not self.rows.is_cuda
+        rows = self.rows.pin_memory() if from_host else self.rows
         return self._replace(rows=rows.to(device, non_blocking=True))
 
     @property
@@ -160,8 +165,10 @@ def make_batch(
     rules: BatchRules,
     device: torch.device,
     dropout_seeds: DropoutSeeds | None = None,
+    depth_scales: Sequence[float | torch.Tensor] = (),
 ) -> Batch:
-    """Samples on the host -> Batch on the device.
+    """Samples on the host -> Batch on the device, with the depths of multi-token prediction that
+    have `depth_scales`.
 
     Masks and positions are made for whole sequences; this rank's chunks of them are taken last.
     """
@@ -170,18 +177,29 @@ def make_batch(
     tokens = samples.tokens
     labels = samples.labels
     subset_ids = samples.subset_ids
-    loss_mask, position_ids, document_ids = _masks(samples, rules)
+    loss_mask, position_ids, document_ids = masks_of(samples, rules)
     if document_ids is not None and device.type != "cpu":
-        ids_on_host = _masks(on_host, rules)[2]
+        ids_on_host = masks_of(on_host, rules)[2]
         assert ids_on_host is not None
         document_ids = with_lengths(document_ids, ids_on_host)
 
     def own(x: torch.Tensor) -> torch.Tensor:
+        if rules.cp.size == 1:
+            return x.contiguous()
+        from megatron.parallel.zigzag import my_chunks
+
         return my_chunks(x, rules.cp).contiguous()
 
+    depths = None
     if samples.packed and subset_ids is not None:
         labels = labels.clamp(min=0)
         subset_ids = own(subset_ids)
+    if depth_scales:
+        from megatron.model.blocks.mtp.module import Depth, Depths, rolled
+
+        whole = rolled(tokens, labels, loss_mask, document_ids, len(depth_scales))
+        parts = [Depth(*map(own, depth)) for depth in whole]
+        depths = Depths(list(zip(parts, depth_scales, strict=True)))
     if rules.cp.size > 1 and position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=device).unsqueeze(0)
     return Batch(
@@ -192,6 +210,7 @@ def make_batch(
         document_ids,
         dropout_seeds,
         subset_ids=subset_ids,
+        depths=depths,
     )
 
 
@@ -199,7 +218,8 @@ def make_batch(
 Masks = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
-def _masks(samples: MicroBatch, rules: BatchRules) -> Masks:
+def masks_of(samples: MicroBatch, rules: BatchRules) -> Masks:
+    """Those of whole sequences, as samples and rules say."""
     positions = samples.positions
     if samples.loss_mask is not None:
         return samples.loss_mask, positions, _document_masks(samples.tokens, rules)[2]

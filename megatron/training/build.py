@@ -3,25 +3,25 @@ plan."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from megatron import device as devices
 from megatron import log
 from megatron.config.mup import multipliers
-from megatron.config.plan.plan import Plan, bucket_size, make_plan
-from megatron.config.plan.zero_partition import assignment
+from megatron.config.plan.plan import Plan, assignment, bucket_size, make_plan
 from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.training import TrainingConfig
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
+from megatron.kernels import select
 from megatron.kernels.select import choose_kernels, fp8_rows, kernel_table
 from megatron.model.blocks.module import Recompute
 from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
-from megatron.optimizer.muon import Muon
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer, ModelRanks
-from megatron.optimizer.scaler import build_grad_scaler
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import ParallelContext
@@ -30,12 +30,19 @@ from megatron.parallel.sharding import counts_in_norm, init_parameters, sharding
 from megatron.parallel.single_stage import SingleStage
 from megatron.timers import Timers
 from megatron.training.batch import BatchRules
+from megatron.training.feature import features_of
 from megatron.training.launch.initialize import Runtime
 from megatron.training.preflight import build_tokenizer
 from megatron.training.run import Chunks, Run, Services
 
 if TYPE_CHECKING:
     from megatron.parallel.pipeline import Pipeline
+
+
+def check_requested(config: Config) -> None:
+    """Raise ValueError, before CUDA starts, if a kernel requested by name is unavailable."""
+    device = torch.device(devices.device_type(config.training.device))
+    select.check_requested(device, getattr(torch, config.precision.params_dtype), config)
 
 
 def make_tokenizer(config: Config, tokenizer: Tokenizer | None = None) -> Tokenizer:
@@ -90,6 +97,13 @@ def build_model(
     ]
     if script.model_provider is None:
         model = Chunks(GPTModel(**of_chunk) for of_chunk in arguments)
+    elif config.parallel.shares_gradients:
+        raise ValueError(
+            "--data-parallel-sharding-strategy "
+            f"{config.parallel.data_parallel_sharding_strategy}: the script has a model_provider, "
+            "whose model may read weights where they are not there; omit one of the two, or use "
+            "--data-parallel-sharding-strategy optim [own-model]"
+        )
     else:
         from megatron.training import script_model
 
@@ -141,19 +155,57 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
     )
 
 
+def build_buffers(
+    config: Config, plan: Plan, ctx: ParallelContext, parameters: list[nn.Parameter]
+) -> GradBuffers:
+    """The memory of gradients and, sharded, of weights."""
+    p = config.parallel
+    dtype = getattr(torch, config.precision.grad_dtype)
+    options: dict[str, Any] = dict(
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        # a model of one's own may read a weight outside of the module that has it
+        overlap_param_gather=p.overlap_param_gather and not plan.own_model,
+        assign=assignment(config),
+        fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
+    )
+    if p.shares_gradients and max(ctx.shard.size, ctx.experts.shard.size) > 1:
+        from megatron.parallel.fsdp import ShardedBuffers
+
+        initialize = partial(init_parameters, ctx=ctx, seed=config.training.seed)
+        return ShardedBuffers(
+            parameters,
+            ctx,
+            dtype,
+            frees_weights=p.shares_weights,
+            initialize=initialize,
+            **options,
+        )
+    size = bucket_size(config, plan, ctx.pp.rank)
+    return GradBuffers(parameters, ctx, dtype, bucket_size=size, **options)
+
+
 def build_optimizer(
     config: Config, ctx: ParallelContext, buffers: GradBuffers, timers: Timers
 ) -> MixedPrecisionOptimizer:
     """The optimizer of the parameters that this rank owns."""
     p = config.precision
     o = config.optimizer
+    grad_scaler = muon = None
+    if p.fp16 or p.loss_scale is not None:
+        from megatron.optimizer.scaler import build_grad_scaler
+
+        grad_scaler = build_grad_scaler(p)
+    if o.optimizer == "muon":
+        from megatron.optimizer.muon import Muon
+
+        muon = Muon(config.muon, ctx)
     by_mup = multipliers(config.model.mup_width, o.optimizer, o.decoupled_lr is not None)
     return MixedPrecisionOptimizer(
         buffers.owned,
         o,
-        grad_scaler=build_grad_scaler(p) if p.fp16 or p.loss_scale is not None else None,
+        grad_scaler=grad_scaler,
         multipliers=by_mup if config.model.use_mup else None,
-        muon=Muon(config.muon, ctx) if o.optimizer == "muon" else None,
+        muon=muon,
         embed_grad_scale=config.model.embed_grad_scale,
         log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
         ranks=ModelRanks(
@@ -180,23 +232,14 @@ def build_run(
         from megatron.parallel.warm_up import make_communicators
 
         ring = len(plan.layers_per_stage[0]) > 1
-        communicators = make_communicators(ctx, runtime.device, tied=config.model.tied, ring=ring)
+        communicators = make_communicators(
+            ctx, runtime.device, tied=config.model.embeds_at_both_ends, ring=ring
+        )
         log.detail(
             f"> made {len(communicators)} communicators on rank 0: {', '.join(communicators)}"
         )
     model, plan = build_model(config, plan, runtime, script)
-    p = config.parallel
-    buffers = GradBuffers(
-        list(model.parameters()),
-        ctx,
-        getattr(torch, config.precision.grad_dtype),
-        bucket_size=bucket_size(config, plan, ctx.pp.rank),
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        # a model of one's own may read a weight outside of the module that has it
-        overlap_param_gather=p.overlap_param_gather and not plan.own_model,
-        assign=assignment(config),
-        fp32_accumulation=p.ddp_reduce_scatter_with_fp32_accumulation,
-    )
+    buffers = build_buffers(config, plan, ctx, list(model.parameters()))
     optimizer = build_optimizer(config, ctx, buffers, timers)
     if config.training.torch_compile:
         from megatron.model.compile import compile_layers
@@ -211,9 +254,14 @@ def build_run(
         from megatron.parallel.fp8 import delayed_scaling
 
         fp8 = delayed_scaling(model, config.precision, ctx)
+    graphs = None
+    if config.kernels.cuda_graphs:
+        from megatron.training.cuda_graph import micro_batch_graphs
+
+        graphs = micro_batch_graphs(config, model[0], buffers, runtime.device, bool(plan.own_model))
     d = config.data
     rows = kernel_table(runtime.device, getattr(torch, config.precision.params_dtype), config)
-    return Run(
+    run = Run(
         config,
         plan,
         runtime,
@@ -233,5 +281,9 @@ def build_run(
         tokenizer.identity(),
         kernels={row.operation: row.implementation for row in rows if row.on},
         fp8=fp8,
+        graphs=graphs,
         services=services or Services(),
     )
+    for feature in features_of(config):
+        feature.built(run)
+    return run

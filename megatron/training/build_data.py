@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron import log
 from megatron.config.data import DataConfig
@@ -22,7 +22,6 @@ from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
-from megatron.data.script_datasets import DatasetsProvider, ScriptData
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
@@ -30,6 +29,10 @@ from megatron.parallel.context import Axis, ParallelContext
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress, Run
 from megatron.training.step_counter import StepCounter
+
+if TYPE_CHECKING:
+    from megatron.data.script_datasets import DatasetsProvider
+    from megatron.data.sources import DataSource
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def build_data(
 
         check_tokenizer(d, tokenizer.identity())
 
-    source = ScriptData(provider) if provider else source_of(d)
+    source = _source(d, provider)
     rows: list[Row] = []
     before = (
         None
@@ -112,6 +115,15 @@ def build_data(
         ),
         rows=rows,
     )
+
+
+def _source(data: DataConfig, provider: DatasetsProvider | None) -> DataSource:
+    """That of the flags, or a script's own."""
+    if provider is None:
+        return source_of(data)
+    from megatron.data.script_datasets import ScriptData
+
+    return ScriptData(provider)
 
 
 def planned_order(

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from megatron import log
-from megatron.data.object_storage.read_ahead import Ahead, ahead_of
 from megatron.data.sample_lookup import Dataset
-from megatron.data.samples import Samples
+from megatron.data.samples import Samples, ahead_of
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.training.agreement import Agreement
 from megatron.training.batch import MicroBatch, evaluation_samples, load_samples
@@ -41,6 +40,9 @@ class Evaluation(Hook):
         self._valid_samples: dict[int, Iterator[MicroBatch]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
+        self._done = False  # the validation after the last iteration
+        batch = run.plan.evaluation_batch
+        self._ahead = ahead_of(run.config.data, batch.num_microbatches)
         self.enabled = bool(data.valid) and run.config.training.eval_iters > 0
 
     def due(self, iteration: int) -> bool:
@@ -51,6 +53,12 @@ class Evaluation(Hook):
             and iteration % t.eval_interval == 0
             and iteration >= (t.start_eval_at_iter or 0)
         )
+
+    def is_last(self, iteration: int) -> bool:
+        """Whether the validation that follows `iteration` is the run's last. Logs in Megatron's
+        form have one more, on other samples, as Megatron's do."""
+        run = self._run
+        return run.config.logging.is_short and iteration == run.plan.train_iters
 
     def intervals(self) -> Sequence[int | None]:
         return (self._run.config.training.eval_interval,) if self.enabled else ()
@@ -112,12 +120,9 @@ class Evaluation(Hook):
 
     def _eval_micro_batches(self) -> int:
         """Micro-batches of --eval-iters global batches on each data-parallel rank."""
-        batch = self._run.plan.evaluation_batch
-        return self._run.config.training.eval_iters * batch.global_batch_size // batch.divisor
-
-    def _ahead(self) -> Ahead | None:
-        batch = self._run.plan.evaluation_batch
-        return ahead_of(self._run.config.data, batch.global_batch_size // batch.divisor)
+        return (
+            self._run.config.training.eval_iters * self._run.plan.evaluation_batch.num_microbatches
+        )
 
     def _validation_samples(self, number: int) -> tuple[Iterator[MicroBatch], int]:
         """The samples of a validation set, and how many micro-batches of them one validation
@@ -135,7 +140,7 @@ class Evaluation(Hook):
                 samples,
                 itertools.chain.from_iterable(evaluation_samples(sampler, n) for n in starts),
                 run.config.data.num_workers,
-                self._ahead(),
+                self._ahead,
             )
         remaining = sampler.micro_batches_left(0)
         # take micro-batches in rounds
@@ -154,6 +159,7 @@ class Evaluation(Hook):
         clocks.
         """
         run = self._run
+        self._done = final
         for hook in self._hooks:
             hook.before_evaluation()
         several = run.config.data.multiple_validation_sets
@@ -180,17 +186,17 @@ class Evaluation(Hook):
         run = self._run
         t = self._run.config.training
         iteration = run.progress.iteration
-        if self.enabled and self.validate(
-            f"iteration {iteration} on validation set", log.detail, final=True
-        ):
-            return
+        if self.enabled and not self._done:
+            prefix = f"iteration {iteration} on validation set"
+            if self.validate(prefix, log.detail, final=True):
+                return
         sampler = self._data.test_sampler
         if self._data.test is not None and sampler is not None and t.eval_iters > 0:
             samples = load_samples(
                 Samples(self._data.test, run.plan.vocab_size),
                 evaluation_samples(sampler, 0),
                 run.config.data.num_workers,
-                self._ahead(),
+                self._ahead,
             )
             self._evaluate(
                 self._data.test,

@@ -1,5 +1,5 @@
-"""The contract of a feature: what some runs do beside training. megatron/features/registry.py lists
-them; each can be deleted with its folder and its two lines there."""
+"""The contract of a feature: what some runs do beside training. Each is in the folder of its
+feature.py, by which megatron/features/registry.py finds it, and can be deleted with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Feature(Extension):
     inside the points. `adds` has the values that it adds to flags of the core, each with what makes
     a `LogFormat` (--log-format) of configuration, plan and `Runtime`, a `Scheme` (--init-scheme) of
     the model's flags, or `GeneratedSamples` (--dummy-data). What it adds to
-    tools/convert_checkpoint.py is tools/features/NAME/converter.py (tools/convert/options.py)."""
+    tools/convert_checkpoint.py is a converter.py beside it."""
 
     # for --packed-samples: its formats of files beside .bin/.idx pairs
     sample_formats: ClassVar[Sequence[SampleFormat]] = ()
@@ -80,6 +80,9 @@ class Feature(Extension):
         the fields of `analysis.log_reader.Record`, or the split that the loss is of; None where it
         knows nothing of the path."""
         return None
+
+    def built(self, run: Run) -> None:
+        """The run was built, here or in a traced dry run; what it changes of the step itself."""
 
     def hooks(self, loop: Loop) -> Iterable[Hook]:
         """What it does in the training loop, if the run asks for it. A hook says itself where it

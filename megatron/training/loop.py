@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from megatron import log
-from megatron.data.object_storage.read_ahead import ahead_of
-from megatron.data.samples import Samples
+from megatron.data.samples import Samples, ahead_of
 from megatron.training.agreement import Agreement
 from megatron.training.batch import MicroBatch, load_samples, training_samples
 from megatron.training.build_data import Data, subset_counters
@@ -46,10 +45,10 @@ class Trainer:
         if run.config.training.exit_signal_handler:
             run.services.signals.remember_requests()
         run.counters += subset_counters(run.config, data.train, run.runtime.ctx)
-        self.agreement = Agreement(run, started)
-        self.skipping = Skipping(run)
         # evaluation and saving are hooks too, and call the others
         self.hooks: list[Hook] = []
+        self.agreement = Agreement(run, started, self.hooks)
+        self.skipping = Skipping(run)
         self.evaluation = Evaluation(run, data, forward_step, lines, self.agreement, self.hooks)
         self.saving = SavePolicy(run, lines, self.hooks)
         core = build_hooks(run, lines, self.evaluation, self.saving, self.skipping)
@@ -84,7 +83,9 @@ class Trainer:
                     self.saving.settle()
                     raise
             if self.evaluation.due(iteration):
-                time_up = self.evaluation.validate(f"iteration {iteration}")
+                time_up = self.evaluation.validate(
+                    f"iteration {iteration}", final=self.evaluation.is_last(iteration)
+                )
                 if time_up:
                     requests = requests._replace(time_up=1)
             reason = self._end_iteration(iteration, requests)
@@ -128,17 +129,15 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(iteration)
         result = run.advance(
-            self.step(run, self.forward_step, samples, iteration, lambda: self._requests(iteration))
+            self.step(
+                run, self.forward_step, samples, iteration, lambda: self.agreement.own(iteration)
+            )
         )
         if run.config.logging.log_params_norm:
             result = replace(result, params_norm=run.optimizer.params_norm())
         for hook in self.hooks:
             hook.after_step(result)
         return result.requests
-
-    def _requests(self, iteration: int) -> Requests:
-        """What this rank requests after `iteration`."""
-        return self.agreement.own(hook.requests(iteration) for hook in self.hooks)
 
     def _skip(self, first: int, last: int) -> tuple[int, Requests]:
         """Skip from `first` to `last`, or to where something is due before: (iteration reached,
@@ -163,7 +162,7 @@ class Trainer:
             or self.saving.due(iteration)
             or iteration % AGREE_EVERY == 0
         ):
-            return iteration, self.agreement.of_all(self._requests(iteration))
+            return iteration, self.agreement.of_all(self.agreement.own(iteration))
         return iteration, Requests()
 
     def _end_iteration(self, iteration: int, requests: Requests) -> str | None:

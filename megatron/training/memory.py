@@ -29,11 +29,8 @@ def problems_of_host(config: Config, plan: Plan, on_cpu: bool) -> Iterator[str]:
     total = host.total_memory()
     largest = rank.largest() if on_cpu else f"snapshots {gib(copies)} a rank"
     if needed > total:
-        advice = (
-            fit.remedy(config, plan, total // ranks - copies)
-            if on_cpu
-            else "keep fewer snapshots (--dry-run says for what)"
-        )
+        fewer = "keep fewer snapshots (--dry-run says for what)"
+        advice = fit.remedy(config) if on_cpu else fewer
         yield (
             f"the run needs about {gib(needed)} of memory for {ranks} rank{'s' * (ranks > 1)} on "
             f"this host, which has {gib(total)}; largest: {largest}. {advice} [not-enough-memory]"
@@ -74,8 +71,8 @@ def check(line: CommandLine, plan: Plan, runtime: Runtime) -> None:
 @contextlib.contextmanager
 def explained(line: CommandLine, plan: Plan, runtime: Runtime) -> Iterator[None]:
     """In this context memory that ran out is a ValueError of one line: where, what is held against
-    the plan, who else is on the device, and what would fit. Not so with a script's own model, which
-    the plan does not know."""
+    the plan, who else is on the device, and flags that take less. Not so with a script's own model,
+    which the plan does not know."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -103,9 +100,8 @@ def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runt
         (sentence for sentence in str(error).split(". ") if "allocate" in sentence.lower()), ""
     )
     if device.type == "cpu":
-        limit = host.total_memory()
-        held = f"the host has {gib(limit)}, {gib(host.available_memory())} of them available"
-        limit //= launcher.info().local_world_size or 1
+        total = gib(host.total_memory())
+        held = f"the host has {total}, {gib(host.available_memory())} of them available"
     else:
         free, limit = devices.free_memory(device)
         memory = devices.memory_report(device)
@@ -118,6 +114,5 @@ def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runt
     return (
         f"out of memory on {device} in {location}{f': {tried.strip()}' if tried else ''}; {held}. "
         f"The plan has {gib(rank.total)} for the fullest rank: {rank.largest(4)}. "
-        f"{fit.remedy(config, plan, min(int((1 - fit.SPARE) * limit), int(0.9 * rank.total)))} "
-        "[out-of-memory]"
+        f"{fit.remedy(config)} [out-of-memory]"
     )

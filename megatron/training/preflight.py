@@ -17,23 +17,17 @@ from typing import TYPE_CHECKING
 from megatron import host, launcher
 from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.skip_log import Position, Skips
 from megatron.checkpoint.state import RunState
-from megatron.config import architecture, command_line, saved_flags
-from megatron.config.checks.declared import effective
+from megatron.config import command_line
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.run_directory import ARGS, STATE, newest_with_good_args, vouched_file
+from megatron.config.skip_ranges import may_skip
 from megatron.config.tree import Config
 from megatron.data.object_storage.url_names import urls_in_errors
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
-from megatron.optimizer.scheduler import build_scheduler
 from megatron.training import memory
 from megatron.training.checkpointing import one_history
-from megatron.training.checkpointing.resume_checks import (
-    architecture_problem,
-    contradictions,
-)
 
 if TYPE_CHECKING:
     from megatron.data.dry_run import Shortage
@@ -199,30 +193,51 @@ def _of_resume(line: CommandLine, plan: Plan, tokenizer: Tokenizer | None) -> It
     and counters of the checkpoint that would be loaded, records of skipped iterations. Raises
     CheckpointError for records that cannot be read."""
     yield from one_history.problems(line)
-    config = line.config
     c = line.config.checkpoint
     folder = None if c.finetune else _folder(line)
     state = _state(folder)
-    saved = None if folder is None else _saved_config(folder)
-    if saved is not None:
-        now = effective(config).model
-        differences = architecture.typed_differences(effective(saved).model, now)
-        if wrong := architecture_problem(differences):
-            yield wrong
-    if saved is not None and state is not None:
-        # weights of another suite have none
-        with_optimizer = not c.no_load_optim and bool(state.iteration)
-        identity = {} if tokenizer is None else tokenizer.identity()
-        yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
-        scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
-        if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
-            yield wrong
+    if folder is not None:
+        yield from _of_checkpoint(line, plan, tokenizer, folder, state)
     if folder is None or state is not None:
         yield from _of_skips(line, plan, state or RunState(versions={}))
 
 
+def _of_checkpoint(
+    line: CommandLine,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    state: RunState | None,
+) -> Iterator[str]:
+    """Flags and counters of the checkpoint that contradict these."""
+    from megatron.config import architecture
+    from megatron.config.checks.declared import effective
+    from megatron.optimizer.scheduler import build_scheduler
+    from megatron.training.checkpointing.resume_checks import architecture_problem, contradictions
+
+    config = line.config
+    c = config.checkpoint
+    saved = _saved_config(folder)
+    if saved is None:
+        return
+    differences = architecture.typed_differences(effective(saved).model, effective(config).model)
+    if wrong := architecture_problem(differences):
+        yield wrong
+    if state is None:
+        return
+    # weights of another suite have none
+    with_optimizer = not c.no_load_optim and bool(state.iteration)
+    identity = {} if tokenizer is None else tokenizer.identity()
+    yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
+    scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
+    if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
+        yield wrong
+
+
 def _saved_config(folder: Path) -> Config | None:
     """The flags that a checkpoint was saved with; None where they cannot be read."""
+    from megatron.config import saved_flags
+
     try:
         if vouched_file(folder, ARGS) is not None:
             return saved_flags.read(folder / ARGS).config
@@ -235,8 +250,10 @@ def _of_skips(line: CommandLine, plan: Plan, state: RunState) -> list[str]:
     """What is wrong with iterations to skip, as far as can be seen here where the run goes on."""
     c = line.config.checkpoint
     elsewhere = line.load_url or line.snapshot_url or c.non_persistent_ckpt_type == "local"
-    if line.config.training.skip_train or elsewhere:
+    if line.config.training.skip_train or elsewhere or not may_skip(c, plan.skips):
         return []  # what is newest is known when it is here
+    from megatron.checkpoint.skip_log import Position, Skips
+
     try:
         here = Position.of(state.iteration, state.consumed_train_samples, state.skipped_ranges())
     except CheckpointError:

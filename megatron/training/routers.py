@@ -38,7 +38,7 @@ def add(m: ModelConfig, sums: StepSums, step: RouterStep, layers: Sequence[int])
                 "this model has experts: forward_step must pass **batch.extras to it "
                 "[extras-missing]"
             )
-        rows[m.moe_layers.index(layer)] += step.sums.pop(layer)
+        rows[m.moe_layers.index(layer)] += step.sums[layer]
 
 
 def metrics(m: ModelConfig, totals: Totals) -> dict[str, float]:
@@ -72,9 +72,9 @@ def update_bias(m: ModelConfig, model: Chunks, totals: Totals) -> None:
     """Raise the bias of experts with fewer tokens than the mean, lower that of the others (Wang et
     al. 2024)."""
     held = {
-        layer: chunk.decoder.get_parameter(f"layers.{layer}.mlp.router.expert_bias")
+        layer: chunk.layer(layer).get_parameter("mlp.router.expert_bias")
         for chunk in model
-        for layer in chunk.decoder.moe_layers
+        for layer in chunk.moe_layers
     }
     rate = m.moe_router_bias_update_rate
     for layer, _, counts in _layers(m, totals):

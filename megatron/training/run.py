@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.skip_log import SkipRecord
 from megatron.config.history import History
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -28,9 +27,11 @@ from megatron.training.result import IterationResult
 
 if TYPE_CHECKING:
     from megatron.checkpoint.async_writer import Writer
+    from megatron.checkpoint.skip_log import SkipRecord
     from megatron.model.gpt import GPTModel
     from megatron.parallel.fp8 import DelayedScaling
     from megatron.parallel.pipeline import Pipeline
+    from megatron.training.cuda_graph import MicroBatchGraphs
     from megatron.training.step_counter import StepCounter
 
     class Chunks(nn.ModuleList):
@@ -113,6 +114,7 @@ class Run:
     metric_names: tuple[str, ...] | None = None
     kernels: dict[str, str] = field(default_factory=dict)  # what computes each operation
     fp8: DelayedScaling | None = None  # of --fp8-recipe delayed
+    graphs: MicroBatchGraphs | None = None  # of --cuda-graph-impl local
     services: Services = field(default_factory=Services)
     script_flags: Sequence[str] = ()  # of a script's own, as typed
 

@@ -32,9 +32,12 @@ class SavePolicy(Hook):
         # of --non-persistent-ckpt-type local, once training has started
         self._local_copies: LocalCopies | None = None
         self._pending: PendingSave | None = None
-        self._constants = save.constants_of(run)
         self._saved_at = self._loaded = run.progress.iteration
         self._advise()
+
+    @functools.cached_property
+    def _constants(self) -> save.Constants:
+        return save.constants_of(self._run)
 
     def on_start(self) -> None:
         run = self._run

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from megatron.training import current_run
+
 if TYPE_CHECKING:
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
@@ -126,10 +128,11 @@ def begin_early(line: CommandLine) -> Arguments:
 
 def _values(line: CommandLine) -> dict[str, Any]:
     """Of every flag its value or default, Megatron's flags that have no effect here too."""
-    from megatron.arguments import values_of
+    from megatron.arguments import flags_of, values_of
     from megatron.config.command_line import foreign_flags
 
-    values = {flag.name: flag.default for flag in foreign_flags(type(line.config)).flags}
+    flags = [*foreign_flags(line.tree).flags, *flags_of(line.tree).values()]
+    values = {flag.name: flag.default for flag in flags}
     values |= line.foreign | values_of(line.config)
     return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
@@ -202,3 +205,16 @@ def _of_run(name: str) -> Any:
     if name not in _run:
         raise RuntimeError(f"get_{name}(): there are none before the run has begun")
     return _run[name]
+
+
+def _hear(fact: str, *values: Any) -> None:
+    """What `current_run` was told."""
+    if fact == "begin":
+        begin(*values)
+    elif fact == "connected":
+        connected(*values)
+    else:
+        set_progress(*values)
+
+
+current_run.listen(_hear)

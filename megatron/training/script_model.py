@@ -260,6 +260,7 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
         "--torch-compile": config.training.torch_compile,
         "--fp8-format": config.precision.fp8,
         "--recompute-granularity": config.training.recompute,
+        **dict.fromkeys(config.scored_by, True),
         "numbers of subsets (--packed-samples, --log-subsets, --log-format)": config.counts_subsets,
     }.items():
         if refused_by:

@@ -3,42 +3,53 @@ changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron import log
-from megatron.checkpoint import skip_log
-from megatron.checkpoint.skip_log import Position, SkipRecord, Skips
-from megatron.config.skip_ranges import SkipRanges
+from megatron.config.skip_ranges import SkipRanges, may_skip
 from megatron.training.hook import Hook
 from megatron.training.launch.signals import Refusal
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
 
+if TYPE_CHECKING:
+    from megatron.checkpoint.skip_log import SkipRecord, Skips
+
 WRONG_FLAGS = 2  # the exit code
 
 
-def resolve_skips(run: Run) -> None:
-    """After checkpoint and data are loaded: skip what flags, `skips.jsonl` and the checkpoint say,
-    the union, and record what is new.
-
-    Raises Refusal on all ranks for ranges that are not possible, CheckpointError for a file that
-    cannot be read or written.
-    """
+def read_skips(run: Run) -> Skips | None:
+    """What flags, `skips.jsonl` and the checkpoint that was loaded say of iterations to skip; None
+    where there is nothing of these. All ranks call this. Raises Refusal for ranges that are not
+    possible, CheckpointError for a file that cannot be read."""
     p = run.progress
     c = run.config.checkpoint
-    if run.config.training.skip_train:
-        return
+    if run.config.training.skip_train or not run.of_rank_0(lambda: may_skip(c, run.plan.skips)):
+        return None
+    from megatron.checkpoint.skip_log import Position, Skips
+
     here = Position.of(p.iteration, p.consumed_train_samples, p.skipped)
-    skips = run.of_rank_0(lambda: Skips.read(c, run.plan.skips, here, p.saved_skips))
+    typed = run.plan.skips
+    skips = run.of_rank_0(lambda: Skips.read(c, typed, here, p.saved_skips))
     if problems := skips.problems(run.plan):
         raise Refusal("\nerror: ".join(problems), WRONG_FLAGS)
+    return skips
+
+
+def resolve_skips(run: Run, skips: Skips | None) -> None:
+    """Skip the union of all that `skips` has from now on, and record what is new. Raises
+    CheckpointError for a file that cannot be written."""
+    if skips is None:
+        return
     for text in skips.listed():
         log.print_rank_0(text)
-    p.skip_records = list(skips.records)
+    records = list(skips.records)
     if new := skips.new():
-        p.skip_records.append(_new_record(run, new, "user", "command line"))
-    _write(run, p.skip_records)
+        records.append(_new_record(run, new, "user", "command line", skips.read_at))
+    _write(run, records)
+    run.progress.skip_records = records
     run.plan = replace(run.plan, skips=skips.all().cut(run.plan.train_iters))
 
 
@@ -48,7 +59,10 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
 
     Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
     """
-    record = _new_record(run, SkipRanges([(first, last)]), reason, source)
+    from megatron.checkpoint.skip_log import now
+
+    time = run.of_rank_0(now)
+    record = _new_record(run, SkipRanges([(first, last)]), reason, source, time)
     _write(run, [record])
     run.progress.skip_records.append(record)
     run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
@@ -58,34 +72,31 @@ def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> No
     )
 
 
-def _new_record(run: Run, iterations: SkipRanges, reason: str, source: str) -> SkipRecord:
-    """The record of these iterations, as of now; the same on all ranks."""
+def _new_record(
+    run: Run, iterations: SkipRanges, reason: str, source: str, time: str
+) -> SkipRecord:
+    """The record of these iterations; the same on all ranks."""
+    from megatron.checkpoint.skip_log import SkipRecord, spelled
+
     plan = run.plan
     shift = run.progress.consumed_train_samples - plan.consumed_samples(run.progress.iteration)
     return SkipRecord(
-        skip_log.spelled(iterations),
+        spelled(iterations),
         s0=plan.consumed_samples(iterations.ranges[0][0] - 1) + shift,
         s1=plan.consumed_samples(iterations.ranges[-1][1]) + shift,
         tokens=plan.batch.samples_in(iterations) * run.config.model.seq_length,
         reason=reason,
         source=source,
-        time=run.of_rank_0(skip_log.now),
+        time=time,
     )
 
 
-def _write(run: Run, records: Iterable[SkipRecord]) -> None:
+def _write(run: Run, records: Sequence[SkipRecord]) -> None:
     """Have records in `<save>/skips.jsonl` (nothing without --save)."""
+    from megatron.checkpoint import skip_log
+
     save = run.config.checkpoint.save
-
-    def append() -> None:
-        if save:
-            before = skip_log.parse(skip_log.read(save)[0], save)
-            lines = [record.line() for record in records if record not in before]
-            if lines:
-                run.services.fence()
-                skip_log.append(save, lines)
-
-    run.of_rank_0(append)
+    run.of_rank_0(lambda: skip_log.record(save, records, run.services.fence) if save else None)
 
 
 class Skipping(Hook):

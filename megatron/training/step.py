@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
 
 from megatron.model.gpt import LOG_Z, GPTModel, TokenMetrics
 from megatron.optimizer.optimizer import StepResult
@@ -92,6 +93,8 @@ def train_step(
     update, veto = _update(run, iteration, loss, _nominal_tokens(run, iteration) / tokens)
     _check_norm(run, iteration, update)
     metrics = {**totals.metrics, **_balance_experts(run, totals, update.ok)}
+    for counter in run.counters:
+        metrics |= counter.logged()
     skipped = None
     if not update.ok:
         skipped = veto.by if veto else "overflow"
@@ -126,6 +129,13 @@ def forward_backward(
 
     Gradients are divided by the nominal number of tokens: the true one is known only at the end,
     and sums that nothing divides would overflow in fp16."""
+    count = run.plan.num_microbatches(iteration)
+    backward_scale = run.optimizer.loss_scale / _nominal_tokens(run, iteration)
+    scales: Sequence[float | torch.Tensor] = ()
+    if run.config.model.mtp_num_layers:
+        from megatron.training.depths import with_scales
+
+        samples, scales = with_scales(run, samples, count, backward_scale, next_samples)
     micro_batches = MicroBatches(
         run,
         forward_step,
@@ -134,12 +144,15 @@ def forward_backward(
         counters,
         iteration=iteration,
         dp_cp_rank=dp_cp_rank,
-        backward_scale=run.optimizer.loss_scale / _nominal_tokens(run, iteration),
+        backward_scale=backward_scale,
+        depth_scales=scales,
     )
+    if run.graphs is not None and run.graphs.due():
+        run.pipeline.play(count, micro_batches.replayed)
+        return
     with _weights_cast_once(run):
-        run.pipeline.run(
-            run.plan.num_microbatches(iteration), micro_batches.forward, micro_batches.backward
-        )
+        backward = run.buffers.each_backward(micro_batches.backward)
+        run.pipeline.play(count, micro_batches.forward, backward)
 
 
 def _nominal_tokens(run: Run, iteration: int) -> int:
@@ -154,7 +167,7 @@ class MicroBatches:
 
     What the last chunk computes is added to `sums`, in which each of `counters` has slots. Only
     training has `iteration` (without it there is no dropout) and `backward_scale`, the factor of a
-    micro-batch's sum of losses.
+    micro-batch's sum of losses, with `depth_scales` of multi-token prediction's.
     """
 
     run: Run
@@ -165,6 +178,7 @@ class MicroBatches:
     iteration: int | None = None
     dp_cp_rank: int = 0
     backward_scale: float | None = None
+    depth_scales: Sequence[float | torch.Tensor] = ()
     # those between this rank's first chunk and its last one
     _batches: dict[int, Batch] = field(init=False, default_factory=dict)
     # selections of experts by layer, of the micro-batches so far
@@ -177,18 +191,16 @@ class MicroBatches:
         run = self.run
         if chunk == 0:
             with run.timers("batch-generator", 2):
-                self._batches[micro_batch] = self._next_batch(micro_batch)
+                self._batches[micro_batch] = self._make_batch(
+                    self._read(), self._seeds(micro_batch), self.backward_scale
+                )
         batch = self._batches[micro_batch]
         if chunk == len(run.model) - 1:
             del self._batches[micro_batch]
         with run.timers("forward-compute", 2):
             inputs = batch if hidden is None else replace(batch, hidden=hidden)
             output = self.forward_step(inputs, run.model[chunk])
-        if batch.router_step is not None and self.backward_scale is not None:
-            from megatron.training import routers
-
-            layers = run.model[chunk].decoder.moe_layers
-            routers.add(run.config.model, self.sums, batch.router_step, layers)
+        self._add_routers(batch, chunk)
         if not run.pipeline.is_last(chunk):
             assert isinstance(output, torch.Tensor)  # hidden states
             return output
@@ -205,27 +217,69 @@ class MicroBatches:
             else:
                 torch.autograd.backward(output, gradient)
 
-    def _next_batch(self, micro_batch: int) -> Batch:
-        run = self.run
+    def replayed(self, micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Forward and backward of a model in one chunk, as a CUDA graph; the loss."""
+        graphs, seeds, factor = self.run.graphs, self._seeds(micro_batch), self.backward_scale
+        assert graphs is not None and seeds is not None and factor is not None, "only in training"
+        names = tuple(self._token_metrics())
+        output, batch = graphs.run(self.region, self._read(), seeds, factor, names)
+        self._add_routers(batch, chunk)
+        return self._add_loss(output, batch)
+
+    def region(
+        self, samples: MicroBatch, seeds: DropoutSeeds, factor: torch.Tensor
+    ) -> tuple[Losses, Batch]:
+        """What a graph holds: from samples on the device to gradients. `factor`: the
+        `backward_scale` there. The sums of the step are not in it, which are new in each."""
+        batch = self._make_batch(samples, seeds, factor)
+        output = self.forward_step(batch, self.run.model[0])
+        assert not isinstance(output, torch.Tensor), "forward_step: (loss sum, number of tokens)"
+        (output[0] * factor.to(output[0].dtype)).backward()
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, output), batch
+
+    def _read(self) -> MicroBatch:
         samples = next_samples(self.samples)
         for counter in self.counters:
             counter.see(samples)
-        seeds = None
-        if self.iteration is not None:
-            seed = run.config.training.seed
-            seeds = DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)
-        batch = make_batch(samples, run.rules, run.runtime.device, seeds)
+        return samples
+
+    def _seeds(self, micro_batch: int) -> DropoutSeeds | None:
+        if self.iteration is None:
+            return None
+        seed = self.run.config.training.seed
+        return DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)
+
+    def _token_metrics(self) -> list[str]:
         names = [name for counter in self.counters for name in counter.token_metrics]
-        if run.config.model.z_loss_coeff and self.backward_scale is not None:
+        if self.run.config.model.z_loss_coeff and self.backward_scale is not None:
             names.append(LOG_Z)
-        if names:
+        return names
+
+    def _make_batch(
+        self,
+        samples: MicroBatch,
+        seeds: DropoutSeeds | None,
+        backward_scale: float | torch.Tensor | None,
+    ) -> Batch:
+        run = self.run
+        batch = make_batch(samples, run.rules, run.runtime.device, seeds, self.depth_scales)
+        if names := self._token_metrics():
             batch = replace(batch, token_metrics=TokenMetrics(names))
         if not run.config.model.num_experts:
             return batch
         from megatron.training import routers
 
-        step = routers.RouterStep(batch.loss_mask, self.backward_scale, self._expert_counts, seeds)
+        step = routers.RouterStep(batch.loss_mask, backward_scale, self._expert_counts, seeds)
         return replace(batch, router_step=step)
+
+    def _add_routers(self, batch: Batch, chunk: int) -> None:
+        """Add what the routers of a chunk tell of a micro-batch to the sums, in training."""
+        if batch.router_step is None or self.backward_scale is None:
+            return
+        from megatron.training import routers
+
+        layers = self.run.model[chunk].moe_layers
+        routers.add(self.run.config.model, self.sums, batch.router_step, layers)
 
     def _add_loss(self, output: Losses, batch: Batch) -> torch.Tensor:
         """The loss of a micro-batch, after its numbers are added to the sums."""
@@ -234,6 +288,10 @@ class MicroBatches:
         self.sums.add_loss(loss, tokens, metrics.pop(LM_LOSS, None))
         if batch.token_metrics is not None and LOG_Z in batch.token_metrics.names:
             metrics[OUTPUT_Z_LOSS] = _z_loss(batch, batch.token_metrics)
+        if batch.depths is not None:
+            from megatron.training import depths
+
+            metrics |= depths.metrics(batch.depths)
         if metrics:
             self.sums.add_metrics(metrics)
         for counter, slots in zip(self.counters, self.sums.counters, strict=True):
@@ -409,7 +467,7 @@ def evaluate(
     report(f"Evaluating on {count * batch.divisor} samples")
     for iteration in range(1, iterations + 1):
         report(f"Evaluating iter {iteration}/{iterations}")
-        run.pipeline.run(min(micro_batches, count - (iteration - 1) * micro_batches), forward)
+        run.pipeline.play(min(micro_batches, count - (iteration - 1) * micro_batches), forward)
         if stop and stop():
             return None
     _sum_over_ranks(run, sums)

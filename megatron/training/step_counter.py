@@ -34,8 +34,13 @@ class StepCounter:
         the sums of this step."""
 
     def close(self, slots: torch.Tensor) -> None:
-        """The micro-batches are over: complete this rank's `slots` [size], and forget them."""
+        """The micro-batches are over: complete this rank's `slots` [size], and forget them. All
+        ranks call this: what is no sum may be agreed on here."""
 
     def summed(self, iteration: int, sums: list[float]) -> Mapping[str, float | int | None]:
         """Called with the sums [size] of all ranks; what to report of the iteration, by name."""
+        return {}
+
+    def logged(self) -> Mapping[str, float]:
+        """Called after the update; further metrics of the iteration, which its line has, too."""
         return {}

@@ -43,6 +43,8 @@ class StepSums:
         self._sizes = [1, 1, len(Requests._fields), routers, *counters]
         self._metrics: dict[str, torch.Tensor] = {}  # (sum, count) [2] each
         self._names: Sequence[str] = ()
+        # One vector, so that one all-reduce and one copy to the host serve all sums of a step; the
+        # attributes below are views into it.
         self.values = torch.zeros(sum(self._sizes), dtype=torch.float64, device=device)
         self._name_views()
 
@@ -79,6 +81,8 @@ class StepSums:
     def reserve_metrics(self, names: Sequence[str]) -> None:
         """Make room for these in `values`; what was added is kept, others are zeros."""
         if names:
+            # Their names are known after the first micro-batch, so the vector grows here, by the
+            # same names in the same order on every rank.
             zeros = self.values.new_zeros(2)
             self.values = torch.cat([self.values, *(self._metrics.get(n, zeros) for n in names)])
             self._names = names
@@ -106,6 +110,7 @@ class StepSums:
             routers,
             {
                 name: total / count if count else None
+                # one iterator twice: pairs of neighbours
                 for name, total, count in zip(self._names, values, values, strict=True)
             },
         )

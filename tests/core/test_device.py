@@ -318,7 +318,11 @@ print(done, min(faults[11:]))    # the heap moves up for some turns (2 to 10 wer
     "environ, keep, done, faults",
     [
         ({}, "keep", "True", range(1000)),
-        ({"MALLOC_TOP_PAD_": "0"}, "keep", "False", range(10000, 20000)),
+        pytest.param(
+            {"MALLOC_TOP_PAD_": "0"},
+            *("keep", "False", range(10000, 20000)),
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_the_next_step_finds_the_memory_of_the_last_one(environ, keep, done, faults):
@@ -331,29 +335,3 @@ def test_the_next_step_finds_the_memory_of_the_last_one(environ, keep, done, fau
     found = subprocess.run(command, env=clean | environ, text=True, capture_output=True, check=True)
     assert found.stdout.split()[0] == done and int(found.stdout.split()[1]) in faults
     assert not device.keep_freed_memory(torch.device("cuda"))
-
-
-def test_the_time_of_a_stream_is_that_of_its_events(monkeypatch):
-    events = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            events.append(self)
-            self.done = []
-
-        def record(self):
-            self.done.append("recorded")
-
-        def synchronize(self):
-            self.done.append("waited")
-
-        def elapsed_time(self, end):
-            assert end.done == ["recorded", "waited"]
-            return 2500.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert device.stream_clock(CPU) is None
-    mark, seconds = device.stream_clock(torch.device("cuda", 0))
-    start = mark()
-    assert seconds(start, mark()) == 2.5 and len(events) == 2

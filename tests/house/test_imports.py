@@ -3,6 +3,7 @@ of .importlinter and .ruff.toml is seen."""
 
 from __future__ import annotations
 
+import ast
 import graphlib
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from tests.copies import copy_source, lint_imports
 from tests.forkrun import ROOT
 
-TOPS = ("megatron", "tools")
+TOPS = ("megatron", "addons", "tools")
 ROOMS = sorted(path.parent.name for path in ROOT.glob("megatron/features/*/feature.py"))
 CONTRACTS = {  # a file, and an import that breaks the contract
     "lower layers": (
@@ -25,7 +26,8 @@ CONTRACTS = {  # a file, and an import that breaks the contract
         f"megatron/features/{ROOMS[0]}/feature.py",
         f"import megatron.features.{ROOMS[1]}.feature",
     ),
-    "nothing of tools/": ("megatron/training/loop.py", "from tools.convert import links"),
+    "no other one": ("addons/convert/links.py", "from ..internlm import config"),
+    "nothing of tools/": ("megatron/training/loop.py", "from tools.shared import progress"),
     "without torch": ("megatron/config/tree.py", "from megatron.checksums import x\nimport torch"),
     "in one place": ("megatron/analysis/run_reader.py", "import matplotlib.figure"),
 }
@@ -48,7 +50,7 @@ def test_the_contracts_are_kept() -> None:
 
 
 def test_a_broken_contract_is_seen(tmp_path: Path) -> None:
-    copy_source(tmp_path, "megatron", "tools", ".importlinter")
+    copy_source(tmp_path, "megatron", "addons", "tools", ".importlinter")
     for file, text in CONTRACTS.values():
         with open(tmp_path / file, "a") as opened:
             opened.write(f"\n{text}\n")
@@ -80,6 +82,7 @@ def test_every_file_is_seen(graph: grimp.ImportGraph) -> None:
     """A folder in a package has to be one, too: grimp and import-linter pass over it otherwise."""
     files = [file.relative_to(ROOT) for top in TOPS for file in (ROOT / top).rglob("*.py")]
     names = {".".join(file.with_suffix("").parts) for file in files if file.parts[1] != "core"}
+    assert len(names) > 400
     assert {name.removesuffix(".__init__") for name in names} - graph.modules == set()
 
 
@@ -92,8 +95,46 @@ def test_no_modules_import_each_other(graph: grimp.ImportGraph) -> None:
     order.prepare()  # raises CycleError
 
 
+def add_ons_imported(text: str) -> list[str]:
+    """The add-ons that a file outside of their folders imports."""
+    names = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(found):
+                names += [name.name for name in found]
+            case ast.ImportFrom(module=str(module), names=found):
+                names += [f"{module}.{name.name}" for name in found]
+    inside = {path.name for path in (ROOT / "addons").iterdir()}
+    parts = [name.removeprefix("megatron.").split(".") for name in names]
+    return [
+        words[1] for words in parts if words[0] == "addons" and words[1:2] and words[1] in inside
+    ]
+
+
+def test_the_core_imports_no_add_on() -> None:
+    """Its tests neither; .importlinter knows add-ons by their paths, not by the names of a run."""
+    files = [ROOT / "pretrain_gpt.py"]
+    for top in ("megatron", "tools", "tests/core", "tests/features", "tests/tools"):
+        files += (ROOT / top).rglob("*.py")
+    found = {file.relative_to(ROOT): add_ons_imported(file.read_text("utf-8")) for file in files}
+    assert len(found) > 400 and {file: names for file, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    from megatron.addons.convert.links import Shape",
+        "from megatron.addons import convert",
+        "import addons.convert.links",
+    ],
+)
+def test_an_import_of_an_add_on_is_seen(text: str) -> None:
+    assert add_ons_imported(text) == ["convert"]
+
+
 def test_the_namespace_is_shared_with_megatron_core() -> None:
     """An __init__.py in megatron/ would hide megatron.core of PyPI's megatron-core. The one of
     training has the names that scripts import."""
     files = (file.relative_to(ROOT) for file in (ROOT / "megatron").rglob("__init__.py"))
-    assert {file.parts[:2] for file in files} - {("megatron", "core")} == {("megatron", "training")}
+    ours = {("megatron", "addons"), ("megatron", "training")}
+    assert {file.parts[:2] for file in files} - {("megatron", "core")} == ours

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PEERS, is_allowed
+from tests.plugin import PEERS, is_allowed
 
-CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+CONFTEST = Path(__file__).resolve().parents[1] / "plugin.py"
 RUNS = "def test_runs():\n    assert True\n"
 SKIPS = "import pytest\n\n\ndef test_skips():\n    pytest.skip({!r})\n\n\n" + RUNS
 WHOLE_FILE = "import pytest\n\npytest.importorskip('no_such_peer')\n\n\n" + RUNS

@@ -13,6 +13,17 @@ VOCAB = 64  # no padding: megatron-core leaves dummy columns in the softmax
 def let_it_run_on_a_cpu(patch):
     from megatron.core import utils
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    init = DotProductAttention.__init__
+
+    def without_widths(self, *args, k_channels=None, v_channels=None, **options):
+        """Its own attention does not know what latent attention passes; it takes any widths."""
+        init(self, *args, **options)
+
+    patch.setattr(DotProductAttention, "__init__", without_widths)
+    patch.setattr(multi_latent_attention, "HAVE_TE", False)
 
     patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     patch.setattr(
@@ -35,10 +46,25 @@ def mcore_activation(model):
 
 
 def mcore_model(model, parallel=None):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
+    latent = {}
+    if model.multi_latent_attention:
+        names = (
+            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            *("rotary_base", "rotary_scaling_factor", "original_max_position_embeddings"),
+            *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        )
+        latent = {name: getattr(model, name) for name in names}
+        latent["rope_type"] = model.rope_type or "yarn"
     parallel = parallel or ParallelConfig()
     experts = {}
     if model.num_experts:
@@ -54,15 +80,16 @@ def mcore_model(model, parallel=None):
             moe_token_dispatcher_type="allgather",
             expert_model_parallel_size=parallel.expert_model_parallel_size,
         )
-    config = TransformerConfig(
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         **experts,
+        **latent,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
-        kv_channels=model.kv_channels,
+        kv_channels=model.v_head_dim if latent else model.kv_channels,
         ffn_hidden_size=model.ffn,
         gated_linear_unit=model.gated,
         activation_func=mcore_activation(model),
@@ -82,15 +109,22 @@ def mcore_model(model, parallel=None):
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
     )
     spec = get_gpt_layer_local_spec(
         num_experts=model.num_experts,
         normalization=model.normalization,
         qk_layernorm=model.qk_layernorm,
+        multi_latent_attention=model.multi_latent_attention,
     )
+    depths = None
+    if model.mtp_num_layers:
+        depths = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
+        mtp_block_spec=depths,
         vocab_size=VOCAB,
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type=model.positions,

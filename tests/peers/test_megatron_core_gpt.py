@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
+from megatron.model.blocks.mtp.module import Depths, rolled
 from megatron.parallel.context import ParallelContext
 from tests.core.model.tiny import tiny_config, tiny_model, tokens
 from tests.forkrun import run_ranks
@@ -40,6 +41,17 @@ def one_cpu_rank(tmp_path_factory):
 
 
 ROPE = dict(position_embedding_type="rope")
+MLA = dict(
+    ROPE,
+    multi_latent_attention=True,
+    kv_lora_rank=20,
+    qk_head_dim=12,
+    qk_pos_emb_head_dim=8,
+    v_head_dim=10,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    swiglu=True,
+)
 OPTIONS = {
     "gpt2": {},
     "exact gelu": dict(bias_gelu_fusion=False),
@@ -74,6 +86,26 @@ OPTIONS = {
         num_query_groups=2,
         untie_embeddings_and_output_weights=True,
     ),
+    "latent attention": MLA,
+    "latent attention, rope": dict(MLA, q_lora_rank=24, rope_type="rope"),
+    "latent attention, norms, yarn": dict(
+        MLA,
+        q_lora_rank=24,
+        qk_layernorm=True,
+        rotary_scaling_factor=8.0,
+        original_max_position_embeddings=8,
+        beta_fast=3.0,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+    ),
+    "latent attention, learned positions beside it, LayerNorm": dict(
+        MLA,
+        q_lora_rank=24,
+        qk_layernorm=True,
+        normalization="LayerNorm",
+        position_embedding_type="learned_absolute",
+        rotary_scaling_factor=4.0,
+    ),
 }
 
 
@@ -102,11 +134,11 @@ def test_same_numbers(flags):
     same_loss_and_gradients(ours, theirs)
 
 
-def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad):
+def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad, depths=None):
     ids, labels = tokens(vocab=VOCAB)
     positions = torch.arange(16).expand(2, 16)
     hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
-    losses = ours(ids, labels=labels)
+    losses = ours(ids, labels=labels, depths=depths)
     expected = theirs(ids, positions, hidden, labels=labels)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     losses.mean().backward()
@@ -120,6 +152,22 @@ def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad):
             atol=1e-6,
             msg=lambda m, name=name: f"{name}: {m}",
         )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_multi_token_prediction(tied):
+    """Losses of two depths and all gradients; theirs are means of each depth's tokens."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    flags = dict(OPTIONS["llama"], untie_embeddings_and_output_weights=not tied)
+    ours, theirs = pair(dict(flags, mtp_num_layers=2, mtp_loss_scaling_factor=0.7))
+    rows = rolled(*tokens(vocab=VOCAB), None, None, 2)
+    depths = Depths([(row, 0.7 / 2 / row.mask.sum().item()) for row in rows])
+    MTPLossLoggingHelper.tracker.clear()
+    same_loss_and_gradients(ours, theirs, depths=depths)
+    for k, expected in enumerate(MTPLossLoggingHelper.tracker["values"], 1):
+        total, count = depths.metrics[f"mtp_{k} loss"]
+        torch.testing.assert_close(total / count, expected, rtol=1e-5, atol=0)
 
 
 def on_a_rank(rank, world, cases):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import index_helpers
 from megatron.data.blend.blended_dataset import BlendedDataset, parse_blend
 from megatron.data.blend.splits import parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype
+from megatron.data.preprocess.dataset_writer import optimal_dtype
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
+from tests.pairs import PairWriter
 
 pytestmark = [
     pytest.mark.peers,
@@ -30,7 +30,6 @@ from megatron.core.datasets import (  # noqa: E402
     blended_megatron_dataset_builder,
     blended_megatron_dataset_config,
     gpt_dataset,
-    helpers,
     indexed_dataset,
     utils,
 )
@@ -83,7 +82,7 @@ def test_files_are_byte_equal_and_read_both_ways(tmp_path, dtype):
     for case in range(15):
         documents = random_documents(random)
         peer = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "peer.bin"), dtype=dtype)
-        with IndexedDatasetBuilder(tmp_path / "ours", dtype) as ours:
+        with PairWriter(tmp_path / "ours", dtype) as ours:
             for document in documents:
                 flat = np.concatenate([np.zeros(0, np.int64), *document])
                 lengths = [len(part) for part in document]
@@ -105,28 +104,6 @@ def test_files_are_byte_equal_and_read_both_ways(tmp_path, dtype):
             assert read[0][index].tolist() == read[1][index].tolist()
             assert read[0].get(index, 1).tolist() == read[1].get(index, 1).tolist()
         assert read[0].document_indices.tolist() == read[1].document_indices.tolist()
-
-
-def test_merging_is_byte_equal(tmp_path):
-    random = np.random.default_rng(1)
-    for case in range(3):
-        prefixes = [
-            write_corpus(
-                tmp_path / f"{case}-{n}",
-                random.integers(1, 20, random.integers(1, 9)),
-                np.int32,
-                seed=n,
-            )
-            for n in range(3)
-        ]
-        peer = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "peer.bin"), dtype=np.int32)
-        with IndexedDatasetBuilder(tmp_path / "ours", np.int32) as ours:
-            for prefix in prefixes:
-                ours.add_index(prefix)
-                peer.add_index(prefix)
-        peer.finalize(str(tmp_path / "peer.idx"))
-        for end in (".bin", ".idx"):
-            assert (tmp_path / f"ours{end}").read_bytes() == (tmp_path / f"peer{end}").read_bytes()
 
 
 def test_the_dtype_of_a_vocabulary():
@@ -190,58 +167,6 @@ def test_mock_data():
     assert len(peer) == len(ours)
     for index in range(0, len(ours), 5000):
         assert ours[index].tolist() == tokens_of(peer[index])
-
-
-def test_index_helpers(tmp_path):
-    """Both of ours (numpy always, C++ where built) against megatron-core's C++."""
-    random = np.random.default_rng(3)
-    for _ in range(40):
-        lengths = random.integers(1, 50, random.integers(1, 60)).astype(np.int32)
-        epochs = int(random.integers(1, 5))
-        sequence_length = int(random.integers(2, 30))
-        entries = np.concatenate([random.permutation(len(lengths)) for _ in range(epochs)]).astype(
-            np.int32
-        )
-        tokens = int(lengths.sum())
-        samples = (epochs * tokens - 1) // sequence_length
-        if samples < 1:
-            continue
-        peer = helpers.build_sample_idx(
-            lengths, entries, sequence_length, epochs, tokens, True, True
-        )
-        twin = np.empty_like(peer)
-        index_helpers.fill_sample_index(lengths, entries, sequence_length, twin)
-        assert (
-            index_helpers.build_sample_index(lengths, entries, sequence_length, samples) == peer
-        ).all()
-        assert (twin == peer).all()
-    for _ in range(40):
-        weights = np.array(utils.normalize(random.random(random.integers(1, 10)).tolist()))
-        size = int(random.integers(1, 500))
-        check_blend(
-            size,
-            lambda ids, at, w=weights, n=size: helpers.build_blending_indices(
-                ids, at, w, len(w), n, False
-            ),
-            lambda ids, at, w=weights: index_helpers.fill_blending(w, ids, at),
-            lambda w=weights, n=size: index_helpers.build_blending_indices(w, n),
-        )
-        sizes = random.integers(1, 60, random.integers(1, 10))
-        check_blend(
-            int(sizes.sum()),
-            lambda ids, at, s=sizes: helpers.build_exhaustive_blending_indices(ids, at, s, len(s)),
-            lambda ids, at, s=sizes: index_helpers.fill_exhaustive_blending(s, ids, at),
-            lambda s=sizes: index_helpers.build_exhaustive_blending_indices(s),
-        )
-
-
-def check_blend(size, peer, twin, chosen):
-    found = [(np.zeros(size, np.int16), np.zeros(size, np.int64)) for _ in range(2)]
-    peer(*found[0])
-    twin(*found[1])
-    ids, samples = chosen()
-    assert (found[0][0] == found[1][0]).all() and (found[0][1] == found[1][1]).all()
-    assert (found[0][0] == ids).all() and (found[0][1] == samples).all()
 
 
 def test_split_and_blend_grammar():

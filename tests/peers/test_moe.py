@@ -1,4 +1,4 @@
-"""Routers equal megatron-core's functions, and tiny models with experts those of transformers."""
+"""Routers and their losses equal megatron-core's functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from megatron.config.moe import ROUTER_SUMS
 from megatron.model.blocks.module import RouterStep
 from megatron.training import routers
-from tests.core.model.tiny import tiny_config, tiny_model, tokens
-from tests.peers.huggingface import llama_state
+from tests.core.model.tiny import tiny_config, tiny_model
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.peers
 
 VOCAB = 61
@@ -216,124 +214,3 @@ def test_the_update_of_the_expert_bias_equals_that_of_megatron_core(rate):
         patch.setattr(theirs.parallel_state, "get_tensor_and_data_parallel_group", lambda **_: None)
         expected = theirs.get_updated_expert_bias(counts.clone(), before, rate)
     torch.testing.assert_close(bias.data, expected)
-
-
-# by transformers' name (flags of ours, keys of theirs)
-FAMILIES = {
-    "Mixtral": (
-        dict(group_query_attention=True, num_query_groups=2),
-        dict(num_key_value_heads=2, intermediate_size=40, num_local_experts=EXPERTS),
-    ),
-    "Qwen2Moe": (
-        dict(
-            add_qkv_bias=True,
-            moe_router_pre_softmax=True,
-            moe_layer_freq="[0]+[1]*2",
-            moe_shared_expert_intermediate_size=48,
-            moe_shared_expert_gate=True,
-        ),
-        dict(
-            num_key_value_heads=8,
-            intermediate_size=88,
-            moe_intermediate_size=40,
-            shared_expert_intermediate_size=48,
-            num_experts=EXPERTS,
-            norm_topk_prob=False,
-            mlp_only_layers=[0],
-        ),
-    ),
-    "Qwen3Moe": (
-        dict(group_query_attention=True, num_query_groups=4, qk_layernorm=True, kv_channels=12),
-        dict(
-            num_key_value_heads=4,
-            head_dim=12,
-            intermediate_size=88,
-            moe_intermediate_size=40,
-            num_experts=EXPERTS,
-            norm_topk_prob=True,
-        ),
-    ),
-    "Olmoe": (
-        dict(
-            group_query_attention=True,
-            num_query_groups=4,
-            qk_layernorm=True,
-            qk_layernorm_all_heads=True,
-            moe_router_pre_softmax=True,
-        ),
-        dict(
-            num_key_value_heads=4,
-            intermediate_size=40,
-            num_experts=EXPERTS,
-            norm_topk_prob=False,
-        ),
-    ),
-}
-
-
-def state_of(params: dict[str, torch.Tensor], flags: dict) -> dict[str, torch.Tensor]:
-    """The state dict of transformers' models, in which the experts' gate and up are one matrix."""
-    special = (".router.", "experts.", "q_layernorm", "k_layernorm")
-    plain = {name: p for name, p in params.items() if not any(part in name for part in special)}
-    state = llama_state(plain, tiny_config(**flags), VOCAB)
-    for name in params.keys() - plain.keys():
-        value = params[name]
-        _, _, layer, block, *rest = name.split(".")
-        at = f"model.layers.{layer}.{'self_attn' if block == 'self_attention' else block}."
-        match rest:
-            case ["q_layernorm" | "k_layernorm", _]:
-                state[f"{at}{rest[0][0]}_norm.weight"] = value
-            case ["router", _]:
-                state[at + "gate.weight"] = value
-            case ["experts", "linear_fc1", _]:
-                state[at + "experts.gate_up_proj"] = value.flatten(1, 2)
-            case ["experts", "linear_fc2", _]:
-                state[at + "experts.down_proj"] = value
-            case ["shared_experts", "linear_fc1", _]:
-                for half, part in zip(("gate", "up"), value, strict=True):
-                    state[f"{at}shared_expert.{half}_proj.weight"] = part
-            case ["shared_experts", "linear_fc2", _]:
-                state[at + "shared_expert.down_proj.weight"] = value
-            case ["shared_experts", "gate_weight"]:
-                state[at + "shared_expert_gate.weight"] = value
-    return state
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_tiny_models_equal_those_of_transformers(name):
-    """Logits within 1e-5, and all gradients, relative to the largest of each tensor."""
-    flags, keys = FAMILIES[name]
-    flags = SIZE | flags
-    ours = tiny_model(scramble=True, **flags)
-    keys = (
-        dict(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=8,
-            max_position_embeddings=32,
-            rms_norm_eps=1e-5,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-            tie_word_embeddings=False,
-            attn_implementation="eager",
-            num_experts_per_tok=TOPK,
-            pad_token_id=None,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        | keys
-    )
-    config = getattr(transformers, f"{name}Config")(**keys)
-    theirs = getattr(transformers, f"{name}ForCausalLM")(config)
-    theirs.load_state_dict(state_of({n: p.detach() for n, p in ours.named_parameters()}, flags))
-    ids, labels = tokens()
-    logits = ours(ids)
-    expected = theirs(ids).logits
-    assert expected.std() > 0.5
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    ours(ids, labels=labels).mean().backward()
-    torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
-    grads = state_of({n: p.grad for n, p in ours.named_parameters()}, flags)
-    for n, p in theirs.named_parameters():
-        difference = (grads[n] - p.grad).abs().max() / p.grad.abs().max()
-        assert difference < 1e-5, f"{n}: {difference}"

@@ -7,11 +7,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.safetensors_file import (
-    Entry,
-    SafetensorsFile,
-    write_file,
-)
+from megatron.checkpoint.safetensors_file import Entry, write_file
+from megatron.checkpoint.safetensors_reader import SafetensorsFile
 from megatron.checkpoint.sharded import TensorSlice, write
 from tests.core.checkpoint.random_bits import of_all_kinds, same_bits
 

@@ -114,25 +114,6 @@ def test_loading_megatron_cores_state_goes_on_alike(flag):
             assert mine.optimizer.param_groups == theirs.optimizer.param_groups
 
 
-def test_unequal_values_are_refused_by_both():
-    rng = random.Random(2)
-    config = random_config(rng)
-    mine, theirs = both(config, [{}])
-    for key in (
-        "max_lr",
-        "min_lr",
-        "lr_warmup_steps",
-        "lr_decay_steps",
-        "lr_decay_style",
-        "wd_incr_steps",
-    ):
-        state = {**theirs.state_dict(), key: "other"}
-        with pytest.raises(ValueError, match="other"):
-            mine.load_state_dict(state)
-        with pytest.raises(AssertionError):
-            both(config, [{}])[1].load_state_dict(state)
-
-
 def test_rampup_sizes_and_micro_batches_are_equal():
     rng = random.Random(3)
     for _ in range(300):
@@ -177,30 +158,3 @@ def test_rampup_sizes_and_micro_batches_are_equal():
             assert (
                 mine.nominal_global_batch_size(consumed) == theirs.get_current_global_batch_size()
             )
-
-
-def test_constant_sizes_are_equal_and_refused_alike():
-    rng = random.Random(4)
-    refused = 0
-    for _ in range(300):
-        size = rng.randint(1, 64)
-        mbs = rng.randint(1, 4)
-        dp = rng.randint(1, 4)
-        decrease = rng.random() < 0.5
-        flags = {"decrease_batch_size_if_needed": decrease}
-        try:
-            theirs = batches_module.ConstantNumMicroBatchesCalculator(size, mbs, dp, decrease, 1)
-        except AssertionError:
-            refused += 1
-            with pytest.raises(ValueError, match="--global-batch-size"):
-                build_batch_size_schedule(
-                    micro_batch_size=mbs, data_parallel_size=dp, global_batch_size=size, **flags
-                ).num_microbatches(0)
-            continue
-        mine = build_batch_size_schedule(
-            micro_batch_size=mbs, data_parallel_size=dp, global_batch_size=size, **flags
-        )
-        assert mine.num_microbatches(0) == theirs.get()
-        assert mine.global_batch_size(0) == theirs.get_current_running_global_batch_size()
-        assert mine.final_global_batch_size == theirs.get_current_global_batch_size()
-    assert 30 < refused < 270

@@ -14,7 +14,6 @@ from megatron.data.tokenizers import gpt2_bpe
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
 from megatron.data.tokenizers.build import Tokenizer, build_tokenizer
 from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, package_file, write_bpe
-from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.tools.tokenizers.plain_bpe import PlainBPE
 
@@ -137,43 +136,6 @@ class TestGPT2:
         texts = [text for text in TEXTS if "<|endoftext|>" not in text]
         plain = GPT2BPETokenizer(vocab, merges)
         assert differing(plain, lambda text: oracle(text).input_ids, texts) == []
-
-    @pytest.mark.peers
-    @pytest.mark.sweep
-    def test_transformers_on_a_document_of_10_mb(self) -> None:
-        """Texts of all kinds, real files and long runs in one document: every engine's ids are
-        transformers'."""
-        transformers = pytest.importorskip("transformers")
-        vocab, merges = gpt2_files()
-        text = mixed_text(10_000_000)
-        assert 10_000_000 <= len(text.encode()) < 11_000_000
-        ids = transformers.GPT2TokenizerFast(vocab=vocab, merges=merges)(text).input_ids
-        for engine in ("gigatoken", "tiktoken"):
-            mine = GPT2BPETokenizer(vocab, merges, engine=engine).tokenize(text)
-            assert len(mine) == len(ids), engine
-            # Not `mine == ids`: pytest would take hours to print how millions of ids differ.
-            pairs = enumerate(zip(mine, ids, strict=True))
-            assert next((at for at, (a, b) in pairs if a != b), None) is None, engine
-
-
-def mixed_text(size: int) -> str:
-    """At least `size` bytes of UTF-8: this suite's own files, and texts that tokenizers disagree
-    on, in random order. Without characters that only some libraries know: after a letter of
-    Unicode 17, `'s` is a token of its own, and for a library of Unicode 16 it is no letter."""
-    draw = random.Random(5)
-    paths = sorted(ROOT.glob("megatron/**/*.py")) + sorted(ROOT.glob("docs/*.md"))
-    kinds = [path.read_text(encoding="utf-8") for path in paths] + TEXTS
-    kinds = [
-        text
-        for text in kinds
-        if text and "<|endoftext|>" not in text and not gpt2_bpe.has_newer_characters(text)
-    ]
-    parts = []
-    length = 0
-    while length < size:
-        parts.append(draw.choice(kinds) + draw.choice(["", "\n", " "]))
-        length += len(parts[-1].encode())
-    return "".join(parts)
 
 
 @pytest.mark.peers

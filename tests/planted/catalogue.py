@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from tests.planted.bugs import Bug
 
+GRAPHS = "tests/core/training/test_cuda_graph.py::test_replayed_micro_batches_train_alike"
 SEQUENCE = "tp4 sp, untied, masked documents"
 LAYOUTS = "tests/core/parity/test_layouts.py::test_a_layout_gives_the_numbers_of_one_process"
 Z_LOSS = "tests/core/parity/test_z_loss.py::test_a_layout_gives_the_numbers_of_one_process"
 MUP = "tests/core/optimizer/test_mup.py::test_steps_are_those_of_a_plain_model_and_adam"
 MASKED = "cp2, untied, masked documents"
+SCORES = "cp2 tp2 sp, sinks, caps"
+RING = "tests/core/parallel/test_ring_attention.py"
+ULYSSES = "tests/core/parallel/test_ulysses.py::test_values_and_gradients_of_one_process"
+CACHED = "tests/tools/inference/test_cached_model.py::test_logits_are_those_of_the_whole_text"
 SHARDS = "dp2, distributed optimizer"
 TWICE = "dp4, distributed optimizer in 2 instances, overlap"
 SEQUENCE_SHARDS = "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA"
@@ -30,7 +35,10 @@ SKIPPING = "tests/core/training/skipping/test_skipping.py"
 ACTIONS = "tests/features/spikes/test_actions.py"
 POLICIES = "tests/features/spikes/test_policy.py"
 WINDOWS = "tests/core/model/test_windows.py"
-SCRIPTS = "tests/features/megatron_cli/test_scripts.py"
+LATENT = "tests/core/model/test_mla.py"
+DEPTHS = "tests/core/training/test_mtp.py"
+DRAFTS = "tests/tools/inference/test_speculative.py"
+SCRIPTS = "addons/megatron_cli/tests/test_scripts.py"
 OWN_MODEL = "tests/core/training/test_script_model.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
@@ -42,6 +50,29 @@ NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype
 SKIP = "self._release_gradients()\nreturn StepResult(False, norm, None)"
 
 BUGS = {
+    # Files of other programs.
+    "Llama's queries in GGUF not rotated side by side": Bug(
+        "addons.convert.gguf_files._value",
+        "not heads",
+        "True",
+        "addons/convert/tests/test_gguf.py::test_round_trip[llama]",
+        "peers campaign",
+    ),
+    # A check of nodes.
+    "one slow round names a rank": Bug(
+        "addons.ops.nodes.verdict.judge",
+        "set.intersection",
+        "set.union",
+        "addons/ops/tests/nodes/test_check_nodes.py::test_slow_in_both_rounds_is_slow",
+        "campaign",
+    ),
+    "a checkpoint's bytes without the main weights": Bug(
+        "megatron.config.plan.saves.checkpoint_bytes",
+        "precision.fp16 or precision.bf16",
+        "precision.fp16",
+        "tests/core/config/plan/test_saves.py::test_bytes_are_those_of_a_checkpoint[--bf16-1]",
+        "campaign",
+    ),
     # Data, loss and optimizer.
     "off by one in the sample index": Bug(
         "megatron.data.index_helpers.build_sample_index",
@@ -55,10 +86,10 @@ BUGS = {
         "((losses * batch.loss_mask).sum(), batch.loss_mask.sum(), metrics)",
         "(losses.sum(), losses.numel(), metrics)",
         "tests/core/training/test_step.py::test_loss_and_norm_are_those_of_the_whole_batch",
-        "",
+        "campaign",
     ),
     "what a script changes on the first tensor-parallel rank stays there": Bug(
-        "megatron.training.script_names._of_first_rank",
+        "addons.megatron_cli.script_names._of_first_rank",
         "0 if data.get(key) is value else 1 if data.get(key) is None else 2",
         "0",
         f"{SCRIPTS}::test_what_a_script_changes_and_sums_itself[tensor]",
@@ -69,7 +100,6 @@ BUGS = {
         "if with_context_parallel and name == 'dp':\n    name = 'dp_cp'",
         "pass",
         "tests/peers/test_megatron_core_ranks.py::test_ranks_and_groups[tp2 cp2 dp2]",
-        "campaign",
     ),
     "dropout of a script's own model goes on where it was": Bug(
         "megatron.training.script_step._of_own_model",
@@ -88,7 +118,7 @@ BUGS = {
         "mask.view(np.int32)",
         "np.ones_like(mask).view(np.int32)",
         "tests/core/training/test_script_data.py::test_the_same_samples_give_the_same_numbers[one]",
-        "",
+        "campaign",
     ),
     "weight decay on biases": Bug(
         "megatron.optimizer.param_groups.has_weight_decay",
@@ -124,14 +154,13 @@ BUGS = {
         "(adam.MOMENTUM, *adam.MOMENTS)",
         "tests/core/parity/test_muon.py"
         "::test_a_killed_run_with_normuon_resumes_as_if_it_had_not_been[tp2 sp]",
-        "campaign",
     ),
     "NorMuon takes the rows of wide matrices": Bug(
         "megatron.optimizer.muon.neuron_moments",
         "rows >= columns",
         "True",
         "tests/core/optimizer/test_muon.py"
-        "::test_neurons_have_a_second_moment_each_with_normuon[True]",
+        "::test_an_update_of_singular_values_in_float64[spectral-True-False-True]",
         "campaign",
     ),
     "NorMuon takes the moments of a rank's part for those of the whole matrix": Bug(
@@ -140,7 +169,6 @@ BUGS = {
         "torch.cat([all_gather(stacked[:1], axis, kind.dim + 2),"
         " *[torch.cat([part] * axis.size, kind.dim + 2) for part in stacked[1:].split(1)]])",
         f"{LAYOUTS}[tp2 sp, NorMuon]",
-        "campaign",
     ),
     "MLM#6380: each rank orthogonalizes its part of a matrix": Bug(
         "megatron.optimizer.muon.Muon.directions",
@@ -154,7 +182,6 @@ BUGS = {
         "name != 'ep'",
         "name not in ('ep', 'etp')",
         f"{LAYOUTS}[etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts]",
-        "campaign",
     ),
     "ISEEKYAN#130: matrices of more than two dims go to Adam": Bug(
         "megatron.model.blocks.moe.facts.MixtureOfExperts.parameters",
@@ -170,11 +197,10 @@ BUGS = {
         "bucket.layout.partial",
         "()",
         f"{LAYOUTS}[{SEQUENCE}]",
-        "campaign",
     ),
     "sequence parallelism forgets that whole parameters see part of the tokens": Bug(
         "megatron.config.plan.parameter_spec.ParameterSpec.partial_axes",
-        "sequence_parallel and not {'tp', 'etp'} & dict(self.splits).keys()",
+        "sequence_parallel and not {'tp', 'ep'} & dict(self.splits).keys()",
         "False",
         f"{LAYOUTS}[{SEQUENCE}]",
     ),
@@ -207,8 +233,9 @@ BUGS = {
     # Megatron-LM 7452
     "a vocabulary-parallel loss of gathered logits": Bug(
         "megatron.model.gpt.GPTModel.forward",
-        "self.losses(logits, labels, token_metrics)",
-        "self.losses(gather_alike(logits, self.ctx.tp, dim=-1), labels, token_metrics)",
+        "self.losses(self.output_layer(x), labels, token_metrics)",
+        "self.losses(gather_alike(self.output_layer(x), self.ctx.tp, dim=-1), labels, "
+        "token_metrics)",
         f"{LAYOUTS}[tp2]",
     ),
     "a z-loss of one rank's part of the vocabulary": Bug(
@@ -243,12 +270,33 @@ BUGS = {
         "tests/core/model/test_moe.py::test_a_layer_equals_a_loop_over_tokens",
         "",
     ),
+    "the second bias of experts on every expert-tensor-parallel rank": Bug(
+        "megatron.model.blocks.moe.module.Experts.forward",
+        "probs / self.etp",
+        "probs",
+        f"{LAYOUTS}[tp2 sp, experts, gpt-oss]",
+        "campaign",
+    ),
+    "the bias of routers forgotten": Bug(
+        "megatron.model.blocks.moe.module.Router.forward",
+        "None if self.bias is None else self.bias.to(dtype)",
+        "None",
+        "tests/core/model/test_moe.py::test_biases_of_router_and_experts[False]",
+        "campaign",
+    ),
+    "the gate of gpt-oss clamped on both sides": Bug(
+        "megatron.kernels.activations.sigmoid_glu",
+        "gate.clamp(max=clamp)",
+        "gate.clamp(-clamp, clamp)",
+        "tests/core/model/test_moe.py::test_biases_of_router_and_experts[False]",
+        "campaign",
+    ),
     "dropped tokens computed where the host knows no counts": Bug(
         "megatron.kernels.grouped_linear.Copies.of",
         "places.where(places < count, -1)",
         "places",
         "tests/core/model/test_moe.py::test_a_layer_whose_host_knows_no_counts[0.5]",
-        "",
+        "campaign",
     ),
     # torchtitan 4148
     "evaluation tokens in the expert bias": Bug(
@@ -287,6 +335,40 @@ BUGS = {
         "coeff",
         "tests/core/model/test_moe.py::test_losses_of_routers_have_the_factor_of_the_loss",
     ),
+    "a bias that changes the probabilities of experts": Bug(
+        "megatron.model.blocks.moe.module.select_experts",
+        "probs = scores.gather(1, experts)",
+        "probs = (scores if bias is None else scores + bias).gather(1, experts)",
+        "tests/core/model/test_moe.py::test_a_selection_by_its_formulas",
+    ),
+    "groups of experts by the sums of as many scores as a token has experts": Bug(
+        "megatron.config.moe.MoEConfig.group_score_topk",
+        "self.moe_router_group_score_topk or self.moe_router_topk // chosen",
+        "self.moe_router_topk // chosen",
+        "tests/core/model/test_moe.py::test_a_selection_by_its_formulas",
+    ),
+    "queries and keys normalized before their rotation": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.forward",
+        "not self.norm_after_rope",
+        "True",
+        "addons/convert/tests/test_corners.py::test_a_corner_is_the_model_of_transformers"
+        "[('hunyuan_v1_moe', 0)]",
+        "peers campaign",
+    ),
+    "a constant alpha of the rotary base that is not read": Bug(
+        "megatron.config.model_flags.TransformerConfig.rope",
+        "self.rotary_base * self.rotary_ntk_alpha ** (width / max(width - 2, 1))",
+        "self.rotary_base",
+        "tests/core/model/test_gpt.py::test_each_rotary_option_changes_the_output"
+        "[rotary_ntk_alpha]",
+    ),
+    "an FP8 weight with the scale of another block": Bug(
+        "addons.convert.block_scales.dequantized",
+        "scales.float().repeat_interleave(block[1], 1)",
+        "scales.float().repeat(1, block[1])",
+        "addons/convert/tests/test_corners.py::test_fp8_weights_are_their_scaled_values",
+        "peers campaign",
+    ),
     "sinkhorn evaluated as the softmax of the selected experts": Bug(
         "megatron.config.moe.MoEConfig.router_probabilities",
         "self.sinkhorn or self.moe_router_pre_softmax",
@@ -294,30 +376,29 @@ BUGS = {
         "tests/core/config/test_architecture.py::test_another_model_is_a_difference",
     ),
     "an export that nothing verified is written": Bug(
-        "tools.convert.verification._known",
+        "addons.convert.verification._known",
         "gaps = unverified(model_type, model)",
         "gaps = []",
-        "tests/tools/convert/test_unverified.py::test_another_one_is_refused",
+        "addons/convert/tests/test_unverified.py::test_another_one_is_refused",
         "campaign",
     ),
     "experts of an upcycled model that differ": Bug(
-        "tools.convert.upcycle._copies",
+        "addons.convert.upcycle._copies",
         "of_widths.repeat(count // parts, *[1] * dense.dim())",
         "torch.stack([dense * (1 + expert) for expert in range(count)])",
-        "tests/tools/convert/test_upcycle.py::test_an_upcycled_model_computes_what_the_dense_one_does",
+        "addons/convert/tests/test_upcycle.py::test_an_upcycled_model_computes_what_the_dense_one_does",
     ),
     "all layers of a torch_dist checkpoint are the first": Bug(
-        "tools.convert.torch_dist.TorchDistCheckpoint._sort",
+        "addons.convert.torch_dist.TorchDistCheckpoint._sort",
         "StoredSlice(tensor, number)",
         "StoredSlice(tensor, 0)",
-        "tests/tools/convert/test_torch_dist.py::test_every_spelling_of_the_tensors",
-        "campaign",
+        "addons/convert/tests/test_torch_dist.py::test_every_spelling_of_the_tensors",
     ),
     "torch_dist chunks are not compared with their checksums": Bug(
-        "tools.convert.torch_files._Archive._located",
+        "addons.convert.torch_files._Archive._located",
         "member not in self._checked",
         "False",
-        "tests/tools/convert/test_torch_dist.py::test_a_flipped_bit_is_found",
+        "addons/convert/tests/test_torch_dist.py::test_a_flipped_bit_is_found",
     ),
     "router gradients of one tensor-parallel rank": Bug(
         "megatron.model.blocks.moe.module.MoELayer.route",
@@ -400,7 +481,7 @@ BUGS = {
     ),
     "experts of all but one tensor-parallel rank omitted from norm and checkpoint": Bug(
         "megatron.parallel.sharding.is_primary_copy",
-        "{'tp', *sharding.partial} - split if 'etp' not in split else set()",
+        "{*sharding.partial} if 'ep' in split else {'tp', *sharding.partial} - split",
         "{'tp', *sharding.partial} - split",
         f"{LAYOUTS}[etp1 ep2 tp2 sp, all-to-all, distributed optimizer, Muon, experts]",
     ),
@@ -438,10 +519,9 @@ BUGS = {
     # Pipeline parallelism.
     "a tied embedding not summed": Bug(
         "megatron.config.plan.parameters.parameter_table",
-        "('ends',) if model.tied else ()",
+        "('ends',) if model.embeds_at_both_ends else ()",
         "()",
         f"{LAYOUTS}[pp2]",
-        "campaign",
     ),
     "a tied embedding counted twice in the norm": Bug(
         "megatron.parallel.sharding.is_primary_copy",
@@ -454,7 +534,6 @@ BUGS = {
         "(chunks - 1) * (group or stages)",
         "chunks - 1",
         f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
-        "campaign",
     ),
     "a warm-up that leaves stages idle": Bug(
         "megatron.config.plan.schedules.warm_up_forwards",
@@ -477,10 +556,41 @@ BUGS = {
         f"{LAYOUTS}[pp2 vpp2, layout E|tt|t|tL]",
     ),
     "the same dropout in every micro-batch of a pipeline": Bug(
-        "megatron.training.step.MicroBatches._next_batch",
+        "megatron.training.step.MicroBatches._seeds",
         "DropoutSeeds(seed, self.iteration, micro_batch, self.dp_cp_rank)",
-        "DropoutSeeds(seed, self.iteration, micro_batch * (len(run.model) == 1), self.dp_cp_rank)",
+        "DropoutSeeds(\n    seed, self.iteration, micro_batch * (len(self.run.model) == 1), "
+        "self.dp_cp_rank\n)",
         f"{LAYOUTS}[pp2 vpp2, dropout]",
+    ),
+    "a CUDA graph that reads the samples of its first micro-batch": Bug(
+        "megatron.training.cuda_graph.MicroBatchGraphs.run",
+        "self._copy(samples.rows, static.rows)",
+        "",
+        f"{GRAPHS}[llama]",
+    ),
+    "a CUDA graph that repeats its dropout masks": Bug(
+        "megatron.training.cuda_graph.MicroBatchGraphs.run",
+        "self._copy(self._seeds.on_host(seeds), self._seeds.values)",
+        "",
+        f"{GRAPHS}[gpt]",
+    ),
+    "a CUDA graph that keeps the factor of its first loss": Bug(
+        "megatron.training.cuda_graph.MicroBatchGraphs.run",
+        "self._factor.fill_(factor)",
+        "self._factor.fill_(self._factor or factor)",
+        f"{GRAPHS}[batch sizes that change]",
+    ),
+    "a CUDA graph with the factor of its first loss as a number": Bug(
+        "megatron.training.step.MicroBatches.region",
+        "factor.to(output[0].dtype)",
+        "self.backward_scale",
+        f"{GRAPHS}[loss scales that change]",
+    ),
+    "a CUDA graph that replaces the gradients of experts": Bug(
+        "megatron.training.cuda_graph.MicroBatchGraphs.__init__",
+        "p.overwrites = False",
+        "pass",
+        f"{GRAPHS}[experts]",
     ),
     "a gradient sent to the previous stage without its residual branch": Bug(
         "megatron.parallel.pipeline.StageRunner.backward",
@@ -495,17 +605,17 @@ BUGS = {
         f"{LAYOUTS}[pp2]",
     ),
     "a rank that outvotes the other by repeating itself": Bug(
-        "megatron.features.step_verification.hook._majority",
+        "addons.ops.step_verification.hook._majority",
         "len(by) > 1",
         "len(by) > 0",
-        "tests/features/step_verification/test_step_verification.py"
+        "addons/ops/tests/step_verification/test_step_verification.py"
         "::test_a_rank_that_repeats_its_error_is_not_outvoted_by_itself",
     ),
     "buckets summed before the gradients are compared": Bug(
         "megatron.parallel.reduction.Reduction._gradient_ready",
         "self.instead",
         "None",
-        "tests/features/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
+        "addons/ops/tests/step_verification/test_step_verification.py::test_a_verified_run_is_the_same_run",
     ),
     "sums of a step reduced over data-parallel ranks only": Bug(
         "megatron.training.step._sum_over_ranks",
@@ -552,8 +662,8 @@ BUGS = {
         f"{LAYOUTS}[{MASKED}]",
     ),
     "gradients of keys and values not added to their owner's": Bug(
-        "megatron.parallel.ring_attention._TravellingGrads._bring_home",
-        "_add_part(self.local_grads, self.arriving(), self.part)",
+        "megatron.parallel.ring_attention._Grads.bring_home",
+        "_add_rows(self.totals[0], self.arriving(), self.runs)",
         "self.arriving()",
         f"{LAYOUTS}[{MASKED}]",
     ),
@@ -571,28 +681,320 @@ BUGS = {
     ),
     "a window switched off by the local length": Bug(
         "megatron.model.blocks.attention.module.SelfAttention.spec",
-        "self.facts.window_in(queries.shape[0] * self.cp.size)",
+        "self.facts.window_in(queries.shape[0] * self.ring.size)",
         "self.facts.window_in(len(queries))",
         f"{LAYOUTS}[cp4, windows, masked documents]",
         "campaign",
     ),
+    "a window switched off by the length before heads are exchanged": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.spec",
+        "self.facts.window_in(queries.shape[0] * self.ring.size)",
+        "self.facts.window_in(len(queries) // self.cp.size)",
+        f"{LAYOUTS}[cp4 a2a+p2p, windows, masked documents]",
+        "campaign",
+    ),
+    # prime-rl 2828
+    "full attention to exchanged heads where a window is asked for": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.spec",
+        'self.asked | {"window": window}',
+        'self.asked | {"window": window if self.exchanging.size == 1 else None}',
+        f"{LAYOUTS}[cp2 tp2 sp a2a, windows]",
+        "campaign",
+    ),
+    # accelerate 4177: the loss is right
+    "gradients of exchanged heads not sent back": Bug(
+        "megatron.parallel.collectives._AllToAll.backward",
+        "_exchange_rows(grad, *ctx.way)",
+        "grad",
+        f"{ULYSSES}[2]",
+        "campaign",
+    ),
+    "late chunks of exchanged heads in the order of the ranks": Bug(
+        "megatron.parallel.ulysses.by_heads",
+        "t[:, 1].flip(0)",
+        "t[:, 1]",
+        f"{LAYOUTS}[cp2 a2a, untied, masked documents]",
+        "campaign",
+    ),
+    "shared keys in the order of other ranks": Bug(
+        "megatron.parallel.ulysses.by_heads",
+        "t.repeat_interleave(ranks // k.shape[2], 2)",
+        "t.repeat(1, 1, ranks // k.shape[2], 1)",
+        f"{ULYSSES}[4]",
+        "campaign",
+    ),
+    "sinks of the first rank's heads on all that exchange them": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.sinks",
+        "my_slice(self.core_attention.softmax_offset, self.exchanging)",
+        "self.core_attention.softmax_offset.chunk(self.exchanging.size)[0]",
+        f"{LAYOUTS}[cp2 a2a, sinks, caps, selective recompute]",
+        "campaign",
+    ),
+    "largest scores of exchanged heads under other heads": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.record",
+        "self.maxima.chunk(self.exchanging.size)[self.exchanging.rank]",
+        "self.maxima.chunk(self.exchanging.size)[0]",
+        "tests/features/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
+        "[grouped queries, Adam-cp2 a2a]",
+        "campaign",
+    ),
     "a window that begins with each block of the ring": Bug(
         "megatron.parallel.zigzag.tiles_in_window",
-        "Tile(query_run, key_run, tile.causal, begin - key_begin)",
-        "Tile(query_run, key_run, tile.causal, 0)",
+        "distance=back - first",
+        "distance=0",
         f"{LAYOUTS}[cp2 tp2 sp, windows]",
     ),
     "a window's first key on another rank left out": Bug(
-        "megatron.parallel.zigzag.tiles_in_window",
-        "begin - key_begin - (key_run.stop - key_run.start) + 1 < window",
-        "begin - key_begin - (key_run.stop - key_run.start) + 2 < window",
+        "megatron.config.plan.window_rows.first_seen",
+        "(queries - keys) * chunk - window + 1",
+        "(queries - keys) * chunk - window + 2",
         "tests/core/parallel/test_ring_attention.py::test_windows[2]",
     ),
+    "a window's rows of another rank without the last": Bug(
+        "megatron.config.plan.window_rows.rows_seen",
+        "(half + 1) * chunk",
+        "(half + 1) * chunk - 1",
+        "tests/core/parallel/test_zigzag.py::test_a_rank_gets_the_rows_that_its_windows_have",
+    ),
     "padding in the cache of a window": Bug(
-        "megatron.model.blocks.cache.WindowCache.append",
+        "megatron.model.blocks.cache.WindowCache.remember",
         "(offsets < ends) & (offsets >= ends - self.window)",
         "offsets >= ends - self.window",
         "tests/tools/inference/test_cached_model.py::test_logits_are_those_of_the_whole_text[windows in two of three layers]",
+    ),
+    "MLM#1429: scores of latent attention sharpened by --mscale": Bug(
+        "megatron.config.model_flags.TransformerConfig.yarn",
+        "scale(self.mscale_all_dim) ** 2 if latent else 1.0",
+        "scale(self.mscale) ** 2 if latent else 1.0",
+        f"{LATENT}::test_by_the_formula[YaRN]",
+    ),
+    "TE#715 of ROCm: weights to latents in the norm on every tensor-parallel rank": Bug(
+        "megatron.parallel.sharding.counts_in_norm",
+        "return once and is_primary_copy(sharding, ctx)",
+        "return once and ('down_proj' in sharding.name or is_primary_copy(sharding, ctx))",
+        f"{LAYOUTS}[tp2 sp, latent attention]",
+    ),
+    "MLM#7395: weights to latents not known as replicas": Bug(
+        "megatron.config.plan.parameter_spec.ParameterSpec.partial_axes",
+        "whole = sequence_parallel and not {'tp', 'ep'} & dict(self.splits).keys()",
+        "split = {'tp', 'ep'} & dict(self.splits).keys() or 'down_proj' in self.name\n"
+        "whole = sequence_parallel and not split",
+        f"{LAYOUTS}[tp2 sp, latent attention]",
+    ),
+    "gradients of the rotary key of other ranks' heads left out": Bug(
+        "megatron.model.blocks.mla.module.MultiLatentAttention.latents",
+        "gather_sequence(key, self.tp) if self.sequence_parallel else copy_to(key, self.tp)",
+        "gather_sequence(key, self.tp) if self.sequence_parallel else key",
+        f"{LAYOUTS}[tp2, latent attention]",
+        "campaign",
+    ),
+    "values in the ring as wide as keys": Bug(
+        "megatron.parallel.ring_attention._parts",
+        "width = k.shape[-1]",
+        "width = both.shape[-1] // 2",
+        "tests/core/parallel/test_ring_attention.py::test_values_of_another_width_than_keys"
+        "[p2p-None-True]",
+    ),
+    "latents without their norm in the cache": Bug(
+        "megatron.model.blocks.mla.module.MultiLatentAttention.absorbed",
+        "keys, values = kept.unsqueeze(1), kept[..., : facts.latent].unsqueeze(1)",
+        "keys, values = kept.unsqueeze(1), kept[..., facts.rotary :].unsqueeze(1)",
+        f"{LATENT}::test_generation_from_latents[absorbed-YaRN]",
+    ),
+    "MLM#7452: a depth's mean over the tokens of one rank": Bug(
+        "megatron.training.depths.with_scales",
+        "all_reduce(counts.to(run.runtime.device), run.runtime.ctx.dp)",
+        "counts",
+        f"{DEPTHS}::test_ranks_count_the_tokens_of_all[dp2]",
+    ),
+    "a depth's mean over the tokens of the loss": Bug(
+        "megatron.training.depths.with_scales",
+        "weight * total[0] / total[1:].clamp(min=1)",
+        "weight * total[1:] / total[1:].clamp(min=1)",
+        f"{DEPTHS}::test_a_step_by_the_formula[documents-1]",
+    ),
+    "MLM#7498: gradients of the depths times cp_size": Bug(
+        "megatron.model.gpt.GPTModel._told",
+        "self.losses(self.output_layer(x), labels, metrics)",
+        "self.losses(self.output_layer(x), labels, metrics) * self.ctx.cp.size",
+        f"{DEPTHS}::test_ranks_count_the_tokens_of_all[cp2]",
+    ),
+    "MLM#3959: labels rolled in a rank's chunks": Bug(
+        "megatron.training.batch.make_batch",
+        "[Depth(*map(own, depth)) for depth in whole]",
+        "rolled(own(tokens), own(labels), None if loss_mask is None else own(loss_mask), "
+        "None if document_ids is None else own(document_ids), len(depth_scales))",
+        f"{DEPTHS}::test_ranks_count_the_tokens_of_all[cp2]",
+    ),
+    "AReaL#1659: hidden states detached at every depth": Bug(
+        "megatron.model.blocks.mtp.module.MultiTokenPrediction.forward",
+        "layer(state, embedded, inputs)",
+        "layer(state.detach(), embedded, inputs)",
+        f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
+        "campaign",
+    ),
+    "in a pipeline the loss of several depths is their sum": Bug(
+        "megatron.training.depths.with_scales",
+        "backward_scale * model.mtp_loss_scaling_factor / depths",
+        "backward_scale * model.mtp_loss_scaling_factor "
+        "/ (depths if run.runtime.ctx.pp.size == 1 else 1)",
+        f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
+    ),
+    "labels rolled over the end of a document": Bug(
+        "megatron.model.blocks.mtp.module.rolled",
+        "document_ids[:, k:] == document_ids[:, :-k]",
+        "document_ids[:, k:] >= document_ids[:, :-k]",
+        f"{DEPTHS}::test_a_step_by_the_formula[documents-1]",
+    ),
+    "the loss mask is not rolled": Bug(
+        "megatron.model.blocks.mtp.module.rolled",
+        "inside * loss_mask.roll(-k, 1)",
+        "inside * loss_mask",
+        f"{DEPTHS}::test_a_step_by_the_formula[no loss behind a document-1]",
+    ),
+    "the hidden state before the embedding in eh_proj": Bug(
+        "megatron.model.blocks.mtp.module.MTPLayer.forward",
+        "(self.enorm(embedded), self.hnorm(x))",
+        "(self.hnorm(x), self.enorm(embedded))",
+        f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
+    ),
+    "gradients of the embedding's copy for later tokens are not summed": Bug(
+        "megatron.config.plan.parameters.parameter_table",
+        "partial=('ends',) if model.embeds_at_both_ends else ()",
+        "partial=('ends',) if model.tied else ()",
+        f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
+    ),
+    "depths of the log accept a token whatever those before it are": Bug(
+        "megatron.model.blocks.mtp.module.MultiTokenPrediction.forward",
+        "correct if right is None else right & correct",
+        "correct",
+        f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
+    ),
+    "a script is told that every stage has the heads": Bug(
+        "addons.megatron_cli.script_names.mtp_on_this_rank",
+        "bool(get_args().mtp_num_layers) and last",
+        "bool(get_args().mtp_num_layers)",
+        f"{SCRIPTS}::test_a_script_of_megatron_trains_heads_for_later_tokens[pipeline]",
+        "campaign",
+    ),
+    "a draft that was not accepted stays in the caches of the heads": Bug(
+        "megatron.inference.speculative.SpeculativeModel.draft",
+        "min(end, len(tokens) - count)",
+        "min(end, len(tokens) - 1)",
+        f"{DRAFTS}::test_drafts_are_those_of_the_heads_without_a_cache[rotary]",
+        "campaign",
+    ),
+    "hidden states of drafts that were not accepted are kept": Bug(
+        "megatron.inference.speculative.SpeculativeModel._hidden",
+        "self._states[row][:max(0, start - self._first[row])]",
+        "self._states[row][:max(0, start - self._first[row]) and None]",
+        f"{DRAFTS}::test_drafts_are_those_of_the_heads_without_a_cache[rotary]",
+        "campaign",
+    ),
+    "a token that was not accepted stays in the cache": Bug(
+        "megatron.inference.engine.Engine._choose",
+        "len(generation.tokens) - 1",
+        "min(generation.cached + len(chosen[row]), len(generation.tokens) - 1 + (agreed < compared))",
+        f"{DRAFTS}::test_text_is_the_same_whatever_is_drafted",
+        "campaign",
+    ),
+    "one draft too many is accepted": Bug(
+        "megatron.inference.engine.Engine._choose",
+        "new[-1][-1] or token != draft",
+        "new[-1][-1] or (agreed and token != draft)",
+        f"{DRAFTS}::test_text_is_the_same_whatever_is_drafted",
+        "campaign",
+    ),
+    "acceptance counts the draft that did not agree": Bug(
+        "megatron.inference.engine.Engine._choose",
+        "depth < agreed",
+        "depth <= agreed",
+        f"{DRAFTS}::test_drafts_that_are_wrong_are_counted",
+        "campaign",
+    ),
+    "the cache of one layer reported as that of all": Bug(
+        "megatron.inference.cached_model.CachedModel.cache_bytes",
+        "sum(cache.nbytes for cache in self._caches)",
+        "self._caches[0].nbytes",
+        f"{LATENT}::test_bytes_of_the_cache",
+    ),
+    "Megatron's latent attention without its YaRN": Bug(
+        "addons.convert.megatron_names.flags_from",
+        "flags.get('multi_latent_attention')",
+        "None",
+        "addons/convert/tests/test_arguments.py"
+        "::test_yarn_of_latent_attention_has_what_its_arguments_say_or_is_refused",
+    ),
+    "QK-clip by the scores of one rank's tokens": Bug(
+        "megatron.features.attention_logits.logits.AttentionLogits.close",
+        "all_reduce_(self._largest.clone(), self._ctx.world, 'max')",
+        "all_reduce_(self._largest.clone(), self._ctx.model, 'max')",
+        "tests/features/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
+        "[latent attention, Muon-dp2, distributed optimizer, overlap]",
+    ),
+    "QK-clip of rotary channels by the root of the factor": Bug(
+        "megatron.model.blocks.mla.facts.LatentAttention.clipped",
+        "(self.rotary, 1.0)",
+        "(self.rotary, alpha)",
+        "tests/features/attention_logits/test_attention_logits.py::test_scores_of_clipped_heads_are_the_threshold"
+        "[latents of queries-0.5]",
+    ),
+    # Megatron-LM 7530
+    "sinks of all but one tensor-parallel rank left out of the norm": Bug(
+        "megatron.parallel.sharding.counts_in_norm",
+        "return once and is_primary_copy(sharding, ctx)",
+        "left_out = ctx.tp.rank > 0 and 'softmax_offset' in sharding.name\n"
+        "return once and is_primary_copy(sharding, ctx) and not left_out",
+        f"{LAYOUTS}[{SCORES}]",
+    ),
+    # TransformerEngine 3551
+    "sinks dropped by the ring": Bug(
+        "megatron.parallel.ring_attention._RingAttention.forward",
+        "sinks is not None",
+        "False",
+        f"{RING}::test_sinks_count_once_and_scores_are_capped[2]",
+    ),
+    "sinks that count twice in the ring": Bug(
+        "megatron.parallel.ring_attention._RingAttention.forward",
+        "with_sinks(out, lse, sinks)",
+        "with_sinks(*with_sinks(out, lse, sinks), sinks)",
+        f"{LAYOUTS}[{SCORES}]",
+    ),
+    "a sink's gradient without the gradient of its share": Bug(
+        "megatron.kernels.sinks.sink_grads",
+        "(sinks.to(lse.dtype) - lse).exp()",
+        "torch.ones_like(lse)",
+        "tests/core/kernels/test_scores.py::test_by_the_formula[chunked-dtype1-None-sinks]",
+    ),
+    "scores that are capped in forward alone": Bug(
+        "megatron.kernels.block_attention._Plan.slopes",
+        "None if cap is None else (scores / cap).square_().neg_().add_(1.0)",
+        "None",
+        "tests/core/kernels/test_scores.py::test_by_the_formula[chunked-dtype1-None-cap]",
+    ),
+    "a loss of logits that are not capped": Bug(
+        "megatron.parallel.cross_entropy._local_sums",
+        "capped(logits[rows, :valid], loss.softcap, loss.dtype)",
+        "logits[rows, :valid]",
+        f"{LAYOUTS}[{SCORES}]",
+    ),
+    "logits that are not capped": Bug(
+        "megatron.model.gpt.GPTModel.logits",
+        "logits if self.softcap is None else soft_cap(logits, self.softcap)",
+        "logits",
+        "tests/core/model/test_scores.py::test_losses_and_logits_have_the_same_cap",
+    ),
+    "logits of a generation that are not capped": Bug(
+        "megatron.inference.cached_model.CachedModel._vocabulary",
+        "self.model.logits(x)",
+        "self.model.output_layer(x)",
+        f"{CACHED}[sinks and caps, windows in two of three layers]",
+    ),
+    "a generation without sinks": Bug(
+        "megatron.kernels.reference_attention.cached_attention",
+        "_softmax(rows @ keys.transpose(-1, -2) * call.spec.scale, hidden, call)",
+        "_softmax(rows @ keys.transpose(-1, -2) * call.spec.scale, hidden, call._replace(sinks=None))",
+        f"{CACHED}[a score of 0 in each denominator]",
     ),
     "gradients not summed over the ranks of a sequence": Bug(
         "megatron.parallel.context.ParallelContext.__init__",
@@ -632,6 +1034,87 @@ BUGS = {
         "shard.size > 1 and instances.size > 1 and bucket.shard.start < bucket.shard.stop",
         "False",
         f"{LAYOUTS}[{TWICE}]",
+    ),
+    # Shared gradients and weights.
+    # Megatron-LM 6660, verl 7493
+    "gradients doubled per micro-batch in groups of one rank": Bug(
+        "megatron.parallel.fsdp.UnitReduction.close",
+        "self._in_pass = False",
+        "self._in_pass = False\n"
+        "[t.mul_(2) for b, t in self._buffers.totals.items() if b.replicas.shard.size == 1]",
+        f"{LAYOUTS}[ep2, all-to-all, experts, ZeRO-2]",
+    ),
+    # Megatron-LM 5974, 4891
+    "sums of shared gradients are means": Bug(
+        "megatron.parallel.fsdp.UnitReduction._wait",
+        "work()",
+        "work() / self._ctx.shard.size",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
+    ),
+    # Megatron-LM 3023
+    "shared gradients divided once more in each micro-batch": Bug(
+        "megatron.parallel.fsdp.UnitReduction._wait",
+        "piece.total.add_(work())",
+        "piece.total.div_(2).add_(work())",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
+    ),
+    # accelerate 4171, Megatron-Bridge 3826
+    "a tied weight is two units": Bug(
+        "megatron.parallel.fsdp._sites",
+        "all(site.unit is not unit for site in sites)",
+        "True",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
+    ),
+    "shared gradients of tied ends not summed": Bug(
+        "megatron.parallel.fsdp.UnitReduction.run",
+        "all_reduce_(total, self._ctx.axis(axis))",
+        "pass",
+        f"{LAYOUTS}[pp2 dp2, ZeRO-3]",
+    ),
+    "shared gradients not summed over instances": Bug(
+        "megatron.parallel.fsdp.UnitReduction.run",
+        "bucket.replicas.instances.size > 1 and total.numel()",
+        "False",
+        f"{LAYOUTS}[dp4, ZeRO-3 in 2 instances]",
+    ),
+    "shared gradients of the step before": Bug(
+        "megatron.parallel.fsdp.ShardedBuffers.zero",
+        "self.flat.zero_()",
+        "",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
+    ),
+    "gradients of experts of the micro-batch before": Bug(
+        "megatron.parallel.fsdp.UnitReduction.open",
+        "p.is_stale = True",
+        "p.is_stale = False",
+        f"{LAYOUTS}[ep2 dp2, all-to-all, experts, ZeRO-3]",
+    ),
+    # DeepSpeed 8090, 8438
+    "Muon sees shards of matrices": Bug(
+        "megatron.parallel.fsdp.ShardedBuffers.__init__",
+        "FlatBuffers.__init__(self, parameters, ctx, grad_dtype, None, assign, units=True)",
+        "FlatBuffers.__init__(self, parameters, ctx, grad_dtype, None, None, units=True)",
+        f"{LAYOUTS}[dp2, ZeRO-3, Muon]",
+    ),
+    # Megatron-LM 7452
+    "shards saved at the places of another rank's": Bug(
+        "megatron.parallel.fsdp.ShardedBuffers._place",
+        "part_of(p, spans[number], part[own], total[own])",
+        "part_of(p, (0, stop - start), part[own], total[own])",
+        "tests/core/parity/test_shards.py::test_shards_are_read_in_every_other_layout"
+        "[zero3 dp4 to one]",
+    ),
+    "weights of a unit are not freed": Bug(
+        "megatron.parallel.fsdp.UnitGathering._after_forward_of",
+        "self.release(site.unit)",
+        "",
+        "tests/core/parity/test_zero.py::test_ranks_hold_what_the_plan_says[dp2, ZeRO-3]",
+    ),
+    "weights gathered one unit too far ahead": Bug(
+        "megatron.parallel.fsdp.UnitGathering.wait_in_forward",
+        "sites[max(number - 1, 0) : number]",
+        "sites[max(number - 2, 0) : number]",
+        "tests/core/parity/test_zero.py::test_ranks_hold_what_the_plan_says[dp2, ZeRO-3]",
     ),
     "a shard begins one alignment late": Bug(
         "megatron.config.plan.buckets.Layout._spans",
@@ -682,13 +1165,12 @@ BUGS = {
         "self._before[dataset] + draw",
         "draw",
         f"{EPOCHS}::test_another_mix_goes_on_where_each_data_set_was_left",
-        "campaign",
     ),
     "lines that a part ends within are lost": Bug(
-        "megatron.data.preprocess.readers.Reader._cut",
+        "megatron.data.preprocess.readers.FileReader._cut",
         "_line_end(raw, offset, size) if offset else 0",
         "_line_end(raw, offset, size) if offset == self._span[0] else offset",
-        "tests/tools/test_preprocess_tasks.py::test_all_parts_are_what_one_machine_writes[jsonl]",
+        "tests/tools/test_preprocess_reference.py::test_a_random_corpus_is_what_the_reference_makes_of_it",
     ),
     "parts joined without their place in the set": Bug(
         "megatron.data.parts.joined.Joined._built",
@@ -707,7 +1189,6 @@ BUGS = {
         "corpus.identity['idx_sha256']",
         "''",
         "tests/core/data/test_races.py::test_one_of_four_is_killed_while_they_build",
-        "campaign",
     ),
     "a cache entry that is written in place": Bug(
         "megatron.data.index_cache.IndexCache._write",
@@ -798,7 +1279,7 @@ BUGS = {
         "megatron.checkpoint.store.publish",
         "fence()",
         "",
-        "tests/core/checkpoint/test_lock.py::test_a_holder_that_was_replaced_cannot_commit",
+        "tests/core/checkpoint/test_lock.py::test_a_paused_holder_that_wakes_up_cannot_commit",
     ),
     "a lock number that two processes can take": Bug(
         "megatron.checkpoint.lock.acquire",
@@ -807,7 +1288,7 @@ BUGS = {
         "tests/core/checkpoint/test_lock.py::test_two_that_see_each_other_do_not_both_hold",
     ),
     "checksums not compared": Bug(
-        "megatron.checkpoint.safetensors_file.SafetensorsFile.read_into",
+        "megatron.checkpoint.safetensors_reader.SafetensorsFile.read_into",
         "have != sums[number]",
         "False",
         "tests/campaigns/hostile/test_campaign.py::test_every_file_is_read_or_refused",
@@ -866,13 +1347,26 @@ BUGS = {
         "positions == 0",
         "positions < 0",
         f"{PACKED_RUNS}::test_another_sample_changes_no_bit",
+    ),
+    "positions go on over pieces": Bug(
+        "megatron.training.batch._packed_masks",
+        "((labels != NO_LABEL).float(), positions, (positions == 0).cumsum(1))",
+        "((labels != NO_LABEL).float(), torch.arange(positions.shape[1]).expand_as(positions) % 16, "
+        "(positions == 0).cumsum(1))",
+        f"{PACKED_RUNS}::test_a_row_has_the_loss_of_its_pieces_one_by_one[pieces-rope]",
+    ),
+    "tokens of packed samples without a label have a loss": Bug(
+        "megatron.training.batch._packed_masks",
+        "labels != NO_LABEL",
+        "labels == labels",
+        f"{PACKED_RUNS}::test_a_row_has_the_loss_of_its_pieces_one_by_one[pieces-rope]",
         "campaign",
     ),
     "label 0 is a target": Bug(
         "megatron.training.batch._packed_masks",
         "labels != NO_LABEL",
         "labels >= NO_LABEL",
-        "tests/features/internlm/test_demo_steps.py::test_the_twelve_steps_of_the_demo_logs",
+        "addons/internlm/tests/test_demo_steps.py::test_the_twelve_steps_of_the_demo_logs",
     ),
     "every token of a chat is trained": Bug(
         "megatron.data.chat.encode.ChatEncoder.encode",
@@ -906,7 +1400,6 @@ BUGS = {
         "sequence_parallel=sequence_parallel",
         "sequence_parallel=False",
         f"{RANKS}::test_two_ranks_of_its_layers_give_the_numbers_of_one_of_ours[True]",
-        "campaign",
     ),
     "a gated weight's gradient added to a copy": Bug(
         "megatron.kernels.transformer_engine.Linear.forward",
@@ -933,7 +1426,7 @@ BUGS = {
         f"{ADAPTERS}::test_a_model_of_library_kernels_is_our_model",
     ),
     "attention without its scale": Bug(
-        "megatron.kernels.transformer_engine.Attention.__init__",
+        "megatron.kernels.transformer_engine.EngineAttention.__init__",
         "softmax_scale=spec.scale",
         "softmax_scale=1.0",
         f"{ADAPTERS}::test_transformer_engines_attention_is_the_formula",
@@ -958,6 +1451,12 @@ BUGS = {
         "    before = run.plan.consumed_samples\n"
         "    [self.data.train[n] for n in range(before(start - 1), before(end))]\n"
         "return " + LOAD,
+        f"{SKIPPING}::test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread",
+    ),
+    "skipped iterations do not move the data": Bug(
+        "megatron.training.batch.training_samples",
+        "skips.containing(iteration)",
+        "SkipRanges().containing(iteration)",
         f"{SKIPPING}::test_the_data_are_those_of_the_whole_run_and_skipped_ones_unread",
         "campaign",
     ),
@@ -1001,7 +1500,7 @@ BUGS = {
     ),
     # muP.
     "muP without its factor on the logits": Bug(
-        "megatron.config.model_flags.TransformerConfig.logits_divisor",
+        "megatron.config.model_flags.ModelFlags.logits_divisor",
         "self.logits_scaling * self.mup_width",
         "self.logits_scaling",
         f"{MUP}[tied]",

@@ -13,20 +13,14 @@ from pathlib import Path
 import pytest
 
 from megatron.version import VERSION
+from tests.load_tool import programs
 from tests.problems import assert_problem, code_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-# a program of a feature that was deleted is not INSTALLED (tests/features/test_rooms.py)
-OF_FEATURES = re.compile(r"feature_program\.run\(\"(\w+)\"")
-INSTALLED = [
-    name
-    for name in TOOLS
-    if all(
-        (ROOT / "megatron" / "features" / feature).is_dir()
-        for feature in OF_FEATURES.findall((ROOT / "tools" / f"{name}.py").read_text("utf-8"))
-    )
-]
+# a program of a room that was deleted is not INSTALLED (addons/tests/test_rooms.py)
+INSTALLED = programs()
+ODD = ("9" * 500, "nan", "\x1b[2J", "s3://me:S3CRET@bucket/x")
 # Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each,
 # and its commands.
 CALLS = """
@@ -34,11 +28,11 @@ import contextlib, importlib, importlib.util, io, json, sys
 spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
 tool = sys.modules["tool"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
-if not hasattr(tool, "main"):  # a feature's
+if not hasattr(tool, "main"):  # a room's
     import runpy
-    from tools.shared import feature_program
-    feature_program.run = lambda name, module="program": places.append(f"tools.features.{name}.{module}")
+    from tools.shared import room_program
     places = []
+    room_program.run = places.append
     runpy.run_path(sys.argv[1], run_name="__main__")
     tool = importlib.import_module(places[0])
 commands = list(getattr(tool, "COMMANDS", ()))
@@ -88,62 +82,52 @@ def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_every_command_has_help_and_suggests_the_flag_that_was_meant_and_refuses_bytes(name):
+def test_each_command_has_help_and_judges_what_follows_it(name):
+    """It suggests the flag that was meant; refuses bytes that are no UTF-8 and numbers without bounds, and
+    repeats neither signs of a terminal nor credentials."""
     found, commands, modules = called(name)
     assert "torch" not in modules
-    typos = []
-    not_utf8 = []
+    typos: list[tuple[list[str], str]] = []
+    not_utf8: list[list[str]] = []
+    odd: list[list[str]] = []
     for argv, code, out, err in found:
         assert code == 0 and err == "", (argv, err)
         if argv[-1] == "--version":
             assert VERSION in out and out.count("\n") == 1
             continue
+        command = argv[:-1]
         flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
-        assert "--version" in flags or argv[:-1] == [] and commands
-        meant = flags[-1] if not commands or argv[:-1] else "--version"
-        typos.append(([*argv[:-1], meant[:-2] + meant[-1]], meant))
+        assert "--version" in flags or command == [] and commands
+        meant = flags[-1] if not commands or command else "--version"
+        typos.append(([*command, meant[:-2] + meant[-1]], meant))
         own = set(flags) - {"--help", "--version", "--explain"}
-        not_utf8 += [[*argv[:-1], flag, os.fsdecode(b"a\xff")] for flag in sorted(own)]
-    asked, _, modules = called(name, *not_utf8, *(argv for argv, _ in typos))
-    of_bytes = asked[len(asked) - len(typos) - len(not_utf8) : len(asked) - len(typos)]
-    for (argv, code, out, err), typed in zip(of_bytes, not_utf8, strict=True):
-        assert argv == typed and code == 2 and out == ""
-        [line] = [line for line in err.splitlines() if "a\\udcff" in line]
-        assert code_of(line) in ("value-not-utf8", "value-not-expected"), err
+        not_utf8 += [[*command, flag, os.fsdecode(b"a\xff")] for flag in sorted(own)]
+        numbers = re.findall(r"^  (--[\w-]+)(?:, --[\w-]+)* [NX]\b", out, re.MULTILINE)
+        odd += [[*command, flag, value] for flag in numbers for value in ODD]
+        odd.append([*command, "--no-\x1b[2J"])
+    asked, _, modules = called(name, *(argv for argv, _ in typos), *not_utf8, *odd)
     assert "torch" not in modules
-    for (argv, code, out, err), (typed, meant) in zip(asked[-len(typos) :], typos, strict=True):
+    answers = iter(asked[len(found) :])
+    for typed, meant in typos:
+        argv, code, out, err = next(answers)
         assert argv == typed and code == 2 and out == ""
         lines = err.splitlines()
         assert all(line.startswith("error: ") for line in lines), err
-        assert_problem(
-            lines[0],
-            "command-unknown" if commands and not typed[:-1] else "flag-unknown",
-            f"{meant}?",
-        )
-
-
-@pytest.mark.parametrize("name", INSTALLED)
-def test_every_number_of_a_tool_is_bounded_and_every_value_printable(name):
-    found, _, _ = called(name)
-    lines = []
-    for argv, _, out, _ in found:
-        if argv[-1] == "--help":
-            numbers = re.findall(r"^  (--[\w-]+)(?:, --[\w-]+)* ([NX])\b", out, re.MULTILINE)
-            lines += [
-                [*argv[:-1], flag, value]
-                for flag, _ in numbers
-                for value in ("9" * 500, "nan", "\x1b[2J", "s3://me:S3CRET@bucket/x")
-            ]
-            lines.append([*argv[:-1], "--no-\x1b[2J"])
-    asked, _, _ = called(name, *lines)
-    for argv, code, out, err in asked[len(found) :]:
+        kind = "command-unknown" if commands and not typed[:-1] else "flag-unknown"
+        assert_problem(lines[0], kind, f"{meant}?")
+    for typed in not_utf8:
+        argv, code, out, err = next(answers)
+        assert argv == typed and code == 2 and out == ""
+        [line] = [line for line in err.splitlines() if "a\\udcff" in line]
+        assert code_of(line) in ("value-not-utf8", "value-not-expected"), err
+    for argv, code, out, err in answers:
         assert code == 2 and out == "", argv
         assert all(line.startswith("error: ") for line in err.splitlines()), err
         assert "\x1b" not in err and "S3CRET" not in err and len(err) < 3000
         assert ("--no-" if argv[-1].startswith("--no-") else argv[-2]) in err, (argv, err)
 
 
-@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["tools/draw_schedule.py"]])
+@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["tools/merge_datasets.py"]])
 def test_what_a_program_prints_acts_on_no_terminal(words):
     bad = "--bad-\x1b]0;x\x07\x9b2J\r\nerror: other"
     done = subprocess.run([sys.executable, *words, bad, "1"], cwd=ROOT, capture_output=True)
@@ -161,11 +145,18 @@ DRAW = ["tools/draw_schedule.py", "--pipeline-model-parallel-size=2", "--num-mic
 @pytest.mark.parametrize(
     "words",
     [
-        *(pytest.param([f"tools/{name}.py", "--help"], id=name) for name in INSTALLED),
+        *(
+            pytest.param(
+                [f"tools/{name}.py", "--help"],
+                id=name,
+                marks=[pytest.mark.campaign] * (name not in INSTALLED[:2]),
+            )
+            for name in INSTALLED
+        ),
         pytest.param(["pretrain_gpt.py", "--help"], id="pretrain_gpt"),
         pytest.param([*COMMAND, "--version"], id="megatron-tools"),
         pytest.param([*COMMAND, "generate", "--help"], id="megatron-tools generate"),
-        pytest.param(DRAW, id="results"),
+        *([pytest.param(DRAW, id="results")] if "draw_schedule" in INSTALLED else []),
     ],
 )
 def test_output_on_a_full_disk_is_one_line_and_exit_code_1(words):
@@ -208,8 +199,8 @@ def test_the_command_of_an_installation_runs_each_tool_by_its_name(tmp_path):
         listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE) == TOOLS
     )
     assert call("--version").stdout.split()[-1] == VERSION
-    assert call("draw-schedule", "--help").stdout == call("draw_schedule", "--help").stdout != ""
-    assert call("draw_schedule", "--forward-tme", "1").returncode == 2
+    assert call("merge-datasets", "--help").stdout == call("merge_datasets", "--help").stdout != ""
+    assert call("merge_datasets", "--output-prefx", "1").returncode == 2
     for words, hint in (
         (["genrate", "x"], "did you mean generate?"),
         (["--hlp"], "did you mean --help?"),

@@ -4,12 +4,8 @@ what lies there."""
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +13,12 @@ import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import tokens_hash
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import write_corpus
-from tests.core.data.packed.packed_files import write_file
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
-from tests.problems import assert_problem, assert_reported, numbers
-from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
+from tests.pairs import PairWriter
+from tests.problems import assert_reported, numbers
+from tests.runs import NO_DROPOUT, SMALL, with_flags, write_text
 
 TOOL = load_tool("inspect_data")
 
@@ -32,7 +27,7 @@ TOOL = load_tool("inspect_data")
 def texts(tmp_path_factory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("data")
     # documents of sentences, some empty
-    with IndexedDatasetBuilder(folder / "b", np.int32) as builder:
+    with PairWriter(folder / "b", np.int32) as builder:
         random = np.random.default_rng(1)
         for _ in range(300):
             lengths = random.integers(0, 20, int(random.integers(0, 4)))
@@ -59,8 +54,12 @@ def refused(capsys, *words: str) -> str:
     return out + error
 
 
+# each blend and each order; both together are a campaign
+QUICK = ("one in epochs", "weighted", "all in epochs", "sentences")
 KINDS = [
-    kind + order for kind in ("one", "weighted", "all", "sentences") for order in ("", " in epochs")
+    pytest.param(kind + order, marks=[pytest.mark.campaign] * (kind + order not in QUICK))
+    for kind in ("one", "weighted", "all", "sentences")
+    for order in ("", " in epochs")
 ]
 
 
@@ -121,12 +120,6 @@ def test_the_bytes_it_names_are_the_samples(texts, capsys, kind):
                 assert piece["text"].split() == [str(token) for token in part[:16]]
             joined = np.concatenate(tokens)
             assert len(joined) == 33 and f"{tokens_hash(joined):016x}" == row["hash"]
-
-
-def test_a_blend_names_the_data_set(texts, capsys):
-    found = ask(capsys, "at", "--iteration", "3", "--", *flags(*blends(texts, "weighted")))
-    names = [row["pieces"][0]["dataset"] for row in found["batch"]]
-    assert sorted(names) == [texts[0]] * 2 + [texts[1]] * 6
 
 
 @pytest.mark.parametrize("more", [[], ["--data-order", "epoch"]])
@@ -244,53 +237,6 @@ def test_check_tells_sound_pairs(texts, tmp_path, capsys):
     assert numbers(last) == [2, a["tokens"] + b["tokens"], 0]
 
 
-def damage(kind: str, prefix: Path) -> list[str]:
-    """Damage a sound pair; more words for the command line."""
-    idx = Path(f"{prefix}.idx")
-    bin_ = Path(f"{prefix}.bin")
-    data = bytearray(idx.read_bytes())
-    if kind == "cut":
-        os.truncate(bin_, 100)
-    elif kind == "magic":
-        idx.write_bytes(b"PAR1" + data[4:])
-    elif kind == "pointers":
-        struct.pack_into("<q", data, 34 + 4 * 50 + 8 * 20, 1 << 40)
-        idx.write_bytes(data)
-    elif kind == "overlap":
-        struct.pack_into("<i", data, 34 + 4 * 20, 12)
-        idx.write_bytes(data)
-    elif kind == "id":
-        tokens = np.fromfile(bin_, "<u2")
-        tokens[300000] = 65000
-        tokens.tofile(bin_)
-        return ["--vocab-size", "1000", "--all-tokens"]
-    elif kind == "gone":
-        bin_.unlink()
-    return []
-
-
-@pytest.mark.parametrize(
-    ("kind", "code", "named"),
-    [
-        ("cut", "data-file-damaged", "d.bin: has 100 bytes"),
-        ("magic", "data-file-damaged", "PAR1IDX"),
-        ("pointers", "data-file-damaged", "sequence 20 (10000 tokens"),
-        ("overlap", "data-file-damaged", "d.bin: 19976 of"),
-        ("id", "token-id-out-of-range", "ids 0 .. 65000, "),
-        ("gone", "data-not-found", "d.bin: "),
-    ],
-)
-def test_check_finds(tmp_path, capsys, kind, code, named):
-    prefix = write_corpus(tmp_path / "d", [10000] * 50, seed=3)
-    shutil.copy(prefix + ".idx", tmp_path / "good.idx")
-    shutil.copy(prefix + ".bin", tmp_path / "good.bin")
-    more = damage(kind, Path(prefix))
-    assert TOOL.main(["check", prefix, str(tmp_path / "good"), *more]) == 1
-    out, error = capsys.readouterr()
-    assert_problem(error.strip(), code, named)
-    assert "good: 50 documents" in out and numbers(out.splitlines()[-1])[-1] == 1
-
-
 def noted(prefix: Path, **changed: object) -> str:
     """A pair of 50 documents and 500,000 tokens with a PREFIX.json beside it."""
     path = write_corpus(prefix, [10000] * 50, seed=3)
@@ -340,63 +286,3 @@ def test_check_names_the_tokenizer(tmp_path, capsys):
 def test_check_finds_a_note_of_another_pair(tmp_path, capsys, changed, words):
     prefix = noted(tmp_path / "d", **changed)
     assert f"error: {prefix}.json: " in (said := refused(capsys, "check", prefix)) and words in said
-
-
-def test_check_of_2419_files(tmp_path, capsys):
-    """2,419 pairs of a thousand documents; the figure of 2 s is measured apart, here a loaded
-    machine may take longer."""
-    write_corpus(tmp_path / "0", [7] * 1000, seed=1)
-    for n in range(1, 2419):
-        for end in (".idx", ".bin"):
-            os.link(tmp_path / f"0{end}", tmp_path / f"{n}{end}")
-    started = time.process_time()
-    assert TOOL.main(["check", *(str(tmp_path / str(n)) for n in range(2419))]) == 0
-    seconds = time.process_time() - started
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert numbers(last) == [2419, 2419 * 7000, 0] and seconds < 80
-
-
-@pytest.mark.campaign
-def test_packed_samples(tmp_path, capsys):
-    """Rows of packed files of a run on two ranks, over epochs: find is the inverse of at."""
-    random = np.random.default_rng(3)
-    for name in ("en/a", "cn/b"):
-        samples = [random.integers(1, 200, random.integers(1, 60)).tolist() for _ in range(30)]
-        write_file(tmp_path / f"data/{name}.bin", samples)
-    words = flags(
-        "--packed-samples",
-        "--train-data-path",
-        str(tmp_path / "data"),
-        "--save",
-        str(tmp_path / "save"),
-        "--save-interval",
-        "12",
-    )
-    words = [word for word in words if word not in ("--split", "90,10,0")]
-    train(tmp_path, words, world=2)
-    shown: dict[int, dict[int, int]] = {}
-    prefix = str(tmp_path / "data/cn/b")
-    for iteration in range(1, 13):
-        typed = ask(capsys, "at", "--iteration", str(iteration), "--world-size", "2", "--", *words)
-        assert typed == ask(capsys, "at", "--iteration", str(iteration), str(tmp_path / "save"))
-        assert (typed["first_sample"], typed["samples"]) == (8 * iteration - 8, 8)
-        assert len(typed["batch"]) == 4 and [row["dp_rank"] for row in typed["batch"]] == [
-            0,
-            0,
-            1,
-            1,
-        ]
-        for row in typed["batch"]:
-            assert sum(piece["tokens"] for piece in row["pieces"]) == 64
-            for piece in row["pieces"]:
-                if piece["dataset"] == prefix:
-                    of_row = shown.setdefault(piece["document"], {})
-                    of_row[row["sample"]] = of_row.get(row["sample"], 0) + piece["tokens"]
-    for document in range(30):
-        found = ask(
-            capsys, "find", "--document", str(document), "--prefix", prefix, str(tmp_path / "save")
-        )
-        assert {one["sample"]: one["tokens"] for one in found["shown"]} == shown.get(document, {})
-        assert all(one["iteration"] == one["sample"] // 4 + 1 for one in found["shown"])
-    said = refused(capsys, "find", "--document", "30", "--prefix", prefix, str(tmp_path / "save"))
-    assert_reported(said, "value-out-of-range", "--document 30", prefix, "0 to 29")

@@ -6,9 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +13,12 @@ import pytest
 
 from megatron import checksums
 from megatron.data import pair_checksums
-from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from tests.core.data.corpora import write_corpus
 from tests.load_tool import exit_code, load_tool
+from tests.pairs import PairWriter
 from tests.problems import assert_problem, assert_reported
-from tools.shared import progress
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = load_tool("merge_datasets")
 
 
@@ -45,25 +40,20 @@ def documents(prefix) -> list[list[list[int]]]:
 
 
 def test_documents_follow_each_other(tmp_path, capsys):
-    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as builder:
+    with PairWriter(tmp_path / "a", np.uint16) as builder:
         builder.add_document([10, 11, 12], [3])
         builder.add_document([], [])
         builder.add_document([20, 21, 30, 31, 32], [2, 3])
     write_corpus(tmp_path / "b", [4, 2])
     (tmp_path / "empty.bin").write_bytes(b"")
-    with IndexedDatasetBuilder(tmp_path / "empty", np.uint16):
+    with PairWriter(tmp_path / "empty", np.uint16):
         pass
     words = [str(tmp_path / name) for name in ("b", "a", "empty", "a")]
     TOOL.main(["--input", *words, "--output-prefix", str(tmp_path / "all")])
     assert documents(tmp_path / "all") == documents(words[0]) + documents(words[1]) * 2
     IndexedDataset(tmp_path / "all").check()
-    with IndexedDatasetBuilder(tmp_path / "builder", np.uint16) as builder:
-        for word in words:
-            builder.add_index(word)
-    for suffix in (".idx", ".bin"):
-        assert (tmp_path / f"all{suffix}").read_bytes() == (
-            tmp_path / f"builder{suffix}"
-        ).read_bytes()
+    joined = b"".join(Path(f"{word}.bin").read_bytes() for word in words)
+    assert (tmp_path / "all.bin").read_bytes() == joined
     assert "4 data sets, 8 documents, 8 sequences, 22 tokens" in capsys.readouterr().out
 
 
@@ -82,17 +72,6 @@ def test_a_finished_pair_is_replaced_only_if_asked(tmp_path, capsys):
     assert documents(tmp_path / "all") == documents(one)
     os.unlink(tmp_path / "all.idx")  # half a pair is nothing that could be used
     assert exit_code(TOOL.main, *words, one) == 0
-
-
-def test_progress_is_by_bytes(tmp_path, capsys, monkeypatch):
-    prefixes = [write_corpus(tmp_path / name, [30] * 50, np.int32) for name in ("a", "b")]
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
-    assert exit_code(TOOL.main, "--output-prefix", tmp_path / "all", "--input", *prefixes) == 0
-    shares = [
-        float(re.match(r" *([\d.]+)%,.* MB/s, ETA \d+:\d\d:\d\d$", line)[1])
-        for line in capsys.readouterr().err.splitlines()
-    ]
-    assert len(shares) > 2 and shares == sorted(shares) and 95 < shares[-1] <= 100
 
 
 def made_by(prefix, name: str, mark: str) -> None:
@@ -181,51 +160,6 @@ def test_sequences_out_of_order_and_with_gaps(tmp_path):
     assert np.fromfile(tmp_path / "b.bin", np.uint16).tolist() == [4, 5, 6, 0, 1, 7, 8, 9, 10, 12]
 
 
-def sparse(prefix: Path, sequences: int, length: int) -> None:
-    """A pair of int32 whose .bin is a hole but for the last token of each sequence: its number, 1,
-    2, ..."""
-    with open(idx_path(prefix), "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, 4, sequences, sequences + 1))
-        file.write(np.full(sequences, length, "<i4").tobytes())
-        file.write((np.arange(sequences, dtype="<i8") * length * 4).tobytes())
-        file.write(np.arange(sequences + 1, dtype="<i8").tobytes())
-    with open(bin_path(prefix), "wb") as file:
-        for number in range(sequences):
-            file.seek(4 * (length * (number + 1) - 1))
-            file.write(np.int32(number + 1).tobytes())
-
-
-def test_more_than_two_to_the_31_tokens_in_little_memory(tmp_path):
-    """Sparse files: 4e9 tokens, 16 GB of .bin, of which the disk holds some kilobytes; so does the
-    result."""
-    length = 500_000_000
-    sparse(tmp_path / "a", 3, length)
-    sparse(tmp_path / "b", 5, length)
-    words = [
-        "--input",
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-        "--output-prefix",
-        str(tmp_path / "all"),
-    ]
-    code = (
-        "import re, sys; from tools import merge_datasets; assert "
-        "merge_datasets.main(sys.argv[1:]) == 0; print(re.search(r'VmHWM:\\s*(\\d+)', "
-        "open('/proc/self/status').read())[1])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0 and "4,000,000,000 tokens" in done.stdout, done.stderr
-    assert int(done.stdout.split()[-1]) < 200 << 10  # KB
-    data = IndexedDataset(tmp_path / "all")
-    data.check()
-    assert len(data) == 8 and data.bin_bytes == 16_000_000_000 > 4 * 2**31
-    assert [int(data.get(s, length - 1, 1)[0]) for s in range(8)] == [1, 2, 3, 1, 2, 3, 4, 5]
-    assert not data.get(7, 0, 1000).any() and data.sequence_pointers[7] == 14_000_000_000
-    assert os.stat(tmp_path / "all.bin").st_blocks * 512 < 1 << 20
-
-
 @pytest.mark.parametrize(
     ("words", "code", "named"),
     [
@@ -267,7 +201,7 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert TOOL.main(["--input", prefix, "--output-prefix", str(tmp_path / "b")]) == 1
     monkeypatch.undo()
     assert_reported(capsys.readouterr().err, "file-operation-failed", os.strerror(errno.ENOSPC))
@@ -276,7 +210,6 @@ def test_a_full_disk_and_no_directory(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_the_bytes_do_not_depend_on_threads(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr(TOOL, "SHARE_BYTES", 1 << 20)
     monkeypatch.setattr(TOOL, "CHUNK", 300_001)
     prefixes = [
         write_corpus(tmp_path / name, [400_000, 0, size], np.int32, seed)

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron.analysis.run_reader import read_run, smoothed
+from megatron.analysis.run_reader import read_run
 from megatron.training.logging.iteration import Interval
 from megatron.training.logging.short_format import evaluation_line, iteration_line
 from megatron.training.result import IterationResult
-from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 
 LOSSES = [5.0, 4.0, 3.0, 2.5]
@@ -137,13 +134,6 @@ def test_as_a_picture(tmp_path, capsys, ending):
     assert capsys.readouterr().out == f"wrote {file}\n"
 
 
-def test_without_matplotlib(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot.main([write(tmp_path / "a", "short"), "--output", "x.png"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --output x.png:") and "pip install matplotlib" in error
-
-
 @pytest.mark.parametrize(
     ("words", "start"),
     [
@@ -170,22 +160,3 @@ def test_what_it_refuses(words, start, tmp_path, monkeypatch, capsys):
         code = leave.code
     error = capsys.readouterr().err
     assert code == 2 and error.startswith(f"error: {start}") and len(error.splitlines()) == 1
-
-
-def test_smoothing():
-    assert smoothed([1.0, 2.0, 6.0], 1) == [1.0, 2.0, 6.0]
-    assert smoothed([1.0, 2.0, 6.0], 3) == [1.5, 3.0, 4.0]
-    assert (
-        smoothed([1.0, math.inf, 3.0], 3)[0] == 1.0
-        and smoothed([1.0, math.inf, 3.0], 3)[1] == math.inf
-    )
-
-
-def test_help_does_not_load_torch():
-    code = (
-        "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('tools/plot.py', "
-        "run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--smooth" in done.stdout, done.stderr

@@ -4,8 +4,6 @@ tools/inspect_data.py shows of it."""
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +22,6 @@ INSPECT = load_tool("inspect_data")
 MERGE = load_tool("merge_datasets")
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
 GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-
-
-@pytest.fixture(autouse=True)
-def signals_as_they_were() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def run(folder: Path, records: list[object], *more: object) -> int:
@@ -205,8 +195,9 @@ def test_parquet(tmp_path, capsys):
 
 def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):
     """The work of an interrupted plain run is not taken for that of a chat run."""
+    (tmp_path / "x.jsonl").write_text('{"text": "x"}')
     config, _ = PREPROCESS.read_command_line(
-        ["--input", __file__, "--output-prefix", f"{tmp_path}/x", *BYTES]
+        ["--input", f"{tmp_path}/x.jsonl", "--output-prefix", f"{tmp_path}/x", *BYTES]
     )
     job = PREPROCESS.Job(config.tokenizer, ("text",))
     plain = PREPROCESS._job_identity(config, ByteTokenizer(), job)

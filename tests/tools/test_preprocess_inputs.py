@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import lzma
-import signal
-from collections.abc import Iterator
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,19 +16,15 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.preprocess import readers as inputs
 from megatron.data.tokenizers import gigatoken
 from megatron.data.tokenizers.bpe import GPT2BPETokenizer
-from tests.core.data.vocabularies import ADVERSARIAL, gpt2_files, write_bpe
+from tests.core.data.vocabularies import ADVERSARIAL, write_bpe
 from tests.problems import assert_reported
 from tests.tools.tokenizers.plain_bpe import PlainBPE
 from tools import preprocess_data
 
 
 @pytest.fixture(autouse=True)
-def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 1 << 12)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -63,53 +59,6 @@ def texts_in(prefix: str, files: list[str]) -> list[list[str]]:
         [tokenizer.detokenize(data[i]) for i in range(a, b)]
         for a, b in zip(starts, starts[1:], strict=False)
     ]
-
-
-TEXTS = [text for text in ADVERSARIAL if text] * 3
-
-
-@pytest.mark.peers
-def test_every_kind_of_file_in_one_run(tmp_path: Path, flags: list[str]) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    zstandard = pytest.importorskip("zstandard")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-    plain = "\n".join(text for text in TEXTS if text.isprintable())
-    (tmp_path / "in").mkdir()
-    for name, content in {
-        "a.jsonl": lines,
-        "b.jsonl.gz": gzip.compress(lines),
-        "c.jsonl.xz": lzma.compress(lines),
-        "d.jsonl.zst": zstandard.compress(lines),
-        "f.txt": plain.encode(),
-        "g.txt.gz": gzip.compress(plain.encode()),
-    }.items():
-        (tmp_path / "in" / name).write_bytes(content)
-    parquet.write_table(
-        pyarrow.table({"text": TEXTS, "n": list(range(len(TEXTS)))}), tmp_path / "in" / "e.parquet"
-    )
-    for workers in ("1", "2"):
-        assert run("--input", f"{tmp_path}/in/*", "--workers", workers, *flags) == 0
-        found = texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2])
-        assert found == [[text] for text in TEXTS] * 5 + [[plain]] * 2
-
-
-def test_lines_of_text_files(tmp_path: Path, flags: list[str]) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\r\n\n two \n" + "drei é".encode() + b"\n\xff\nend")
-    assert run("--input", f"{tmp_path}/a.txt", "--txt-lines", "--max-bad-records", "1", *flags) == 0
-    assert texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2]) == [
-        ["one"],
-        [" two "],
-        ["drei é"],
-        ["end"],
-    ]
-    (bad,) = (tmp_path / "out" / "x.bad_records.jsonl").read_text().splitlines()
-    assert json.loads(bad) == {
-        "file": f"{tmp_path}/a.txt",
-        "line": 5,
-        "what": "is not UTF-8 (byte 1 is 0xff)",
-    }
-    assert run("--input", f"{tmp_path}/a.txt", *flags) == 1
 
 
 def test_a_text_that_is_one_document_is_said(
@@ -202,17 +151,6 @@ def test_a_language_has_its_own_sentences(tmp_path: Path, flags: list[str]) -> N
     assert found == [["Das ist z.B. ein Satz.", "Und noch einer."]]
 
 
-def test_special_tokens_are_text_unless_asked_for(tmp_path: Path, flags: list[str]) -> None:
-    texts = ["<|endoftext|>", "a<|endoftext|>b<|endoftext|><|endoftext|>", "<|endoftext|", "c"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for more, count in (([], 0), (["--allow-special-tokens"], 4)):
-        assert run("--input", f"{tmp_path}/a.jsonl", *more, *flags) == 0
-        data = IndexedDataset(f"{tmp_path}/out/x_text_document")
-        tokenizer = GPT2BPETokenizer(*flags[5:8:2])
-        assert sum(int((data[i] == tokenizer.eod).sum()) for i in range(4)) == count
-        assert [tokenizer.detokenize(data[i]) for i in range(4)] == texts
-
-
 def test_no_special_tokens_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     null = [
@@ -229,42 +167,6 @@ def test_no_special_tokens_to_tell(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.peers
-def test_hard_texts_are_as_in_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    vocab, merges = gpt2_files()
-    oracle = transformers.GPT2TokenizerFast(vocab=vocab, merges=merges)
-    book = "".join(text for text in ADVERSARIAL if not tokenizer_probe_skips(text))
-    # cut in pieces
-    large = (
-        (book.replace(" " * 100, " ") * 2000)[:2_500_000] + "\n" * 50 + "x  \n y\n\nz \n" * 40_000
-    )
-    texts = [*ADVERSARIAL, " " * 3000, "a\n" * 3000, "🙂" * 500, "\x00\x01\x1f" * 99, large]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file", merges]
-    flags += [
-        "--input",
-        f"{tmp_path}/a.jsonl",
-        "--output-prefix",
-        f"{tmp_path}/x",
-        "--workers",
-        "2",
-    ]
-    assert run(*flags, "--allow-special-tokens") == 0  # there it is always the special token
-    data = IndexedDataset(f"{tmp_path}/x_text_document")
-    starts = data.document_indices.tolist()
-    found = [data[a].tolist() if a < b else [] for a, b in zip(starts, starts[1:], strict=False)]
-    differ = [
-        text[:40] for text, ids in zip(texts, found, strict=True) if oracle(text).input_ids != ids
-    ]
-    assert differ == [] and len(found) == len(texts)
-
-
-def tokenizer_probe_skips(text: str) -> bool:
-    """Characters newer than most tables: which are letters is answered by age there."""
-    return text.startswith("new letters") or "<|" in text
-
-
-@pytest.mark.peers
 def test_pieces_are_cut_where_the_pattern_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,3 +180,106 @@ def test_pieces_are_cut_where_the_pattern_cuts(
     assert [list(fast.encode(text)) for text in texts] == [plain.encode(text) for text in texts]
     assert len(list(gigatoken.chunks("abcd\nefghijkl\nm"))) == 2
     assert "".join(gigatoken.chunks(ADVERSARIAL[19])) == ADVERSARIAL[19]
+
+
+def test_a_directory_as_people_have_it(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text of several suffixes, an empty file, UTF-16, a broken line, a subfolder, other files."""
+    folder = tmp_path / "in"
+    (folder / "sub" / ".git").mkdir(parents=True)
+    for name, content in {
+        "a.txt": b"one",
+        "b.md": b"# two",
+        "c.jsonl": b'{"text": "three"}\nbroken\n{"text": "four"}\n',
+        "empty.txt": b"",
+        "empty.jsonl": b"",
+        "u16.txt": "five".encode("utf-16"),
+        "sub/d.rst.gz": gzip.compress(b"six"),
+        "sub/picture.png": b"\x89PNG",
+        ".hidden.txt": b"no",
+        "sub/.git/e.txt": b"no",
+    }.items():
+        (folder / name).write_bytes(content)
+    for workers in ("1", "2"):
+        words = ["--input", str(folder), "--workers", workers, "--max-bad-records", "2", *flags]
+        assert run(*words) == 0
+        out, err = capsys.readouterr()
+        found = texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2])
+        assert found == [["one"], ["# two"], ["three"], ["four"], ["six"]]
+        data = IndexedDataset(f"{tmp_path}/out/x_text_document")
+        counted = {
+            Path(line.partition(": ")[0]).name: [int(n) for n in re.findall(r"(\d+) ", line)[-2:]]
+            for line in out.splitlines()
+            if line.endswith(" ids")
+        }
+        assert {name: count[0] for name, count in counted.items()} == {
+            **{"a.txt": 1, "b.md": 1, "c.jsonl": 2, "empty.jsonl": 0, "empty.txt": 0},
+            **{"u16.txt": 0, "d.rst.gz": 1},
+        }
+        assert counted["a.txt"][1] == len(data[0]) and counted["c.jsonl"][1] == len(data[2]) + len(
+            data[3]
+        )
+        assert sum(ids for _, ids in counted.values()) == sum(map(len, data))
+        assert "1 .png" in err and "u16.txt, line 1" in err and "c.jsonl, line 2" in err
+    description = json.loads(Path(f"{tmp_path}/out/x_text_document.json").read_text())
+    assert description["blank_lines"] == 2 and description["bad_records"] == 2
+    assert run("--input", str(folder), *flags) == 1
+    assert_reported(capsys.readouterr().err, "bad-record", "c.jsonl", "line 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("t.csv", b'text,n\n"a, b",1\nc,2\n', "t.jsonl"),
+        ("t.tsv", b"text\tn\na, b\t1\nc\t2\n", "t.jsonl"),
+        ("t.json", b' [{"text": "a, b"},\n {"text": "c"}]\n', "t.jsonl"),
+    ],
+)
+def test_the_command_that_is_named_makes_json_lines(
+    name: str,
+    content: bytes,
+    named: str,
+    tmp_path: Path,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run("--input", f"{tmp_path}/{name}", *flags) == 2
+    err = capsys.readouterr().err
+    assert_reported(err, "input-format-not-read", name)
+    command = err[err.index("python -c") : err.index(named) + len(named)]
+    command = command.replace("python -c", f"{sys.executable} -c", 1)
+    subprocess.run(command, shell=True, check=True)
+    assert run("--input", f"{tmp_path}/t.jsonl", *flags) == 0
+    found = texts_in(f"{tmp_path}/out/x_text_document", flags[5:8:2])
+    assert found == [["a, b"], ["c"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code", "says"),
+    [
+        ("README", b"plain\n", "input-format-not-read", ".txt"),
+        ("scan.pdf", b"%PDF-1.4\n", "input-format-not-read", "pdftotext"),
+        ("x.docx", b"PK\3\4\0", "input-format-not-read", "pandoc"),
+        ("folder", None, "input-without-text", ".md"),
+        ("org/name", None, "file-not-readable", "--repo-type"),
+    ],
+)
+def test_what_is_no_input_is_named_with_its_remedy(
+    name: str,
+    content: bytes | None,
+    code: str,
+    says: str,
+    tmp_path: Path,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_bytes(content)
+    elif "/" not in name:
+        Path(name).mkdir()
+    assert run("--input", name, *flags) == 2
+    assert_reported(capsys.readouterr().err, code, name, says)

@@ -3,16 +3,12 @@ if it had run once."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,29 +17,15 @@ from megatron.data.preprocess import readers, resumable_writer
 from tests.core.data.vocabularies import ADVERSARIAL, write_bpe
 from tools import preprocess_data
 
-# The tool with small blocks, that notes every 20 ms how far it is.
-DRIVER = """
-import sys
-from megatron.data.preprocess import readers, resumable_writer
-readers.BLOCK_BYTES, resumable_writer.SECONDS = 1 << 14, 0.02
-from tools import preprocess_data
-sys.exit(preprocess_data.main(sys.argv[1:]))
-"""
-ROOT = Path(preprocess_data.__file__).parents[1]
-
 
 class Killed(BaseException):
     """What a test raises where a kill would end the process."""
 
 
 @pytest.fixture(autouse=True)
-def quick_notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def quick_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "BLOCK_BYTES", 1 << 14)
     monkeypatch.setattr(resumable_writer, "SECONDS", 0.0)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -56,7 +38,7 @@ def corpus(tmp_path: Path) -> list[str]:
     draw = random.Random(5)
     for name in ("a.jsonl", "b.jsonl.gz"):
         lines = []
-        for number in range(500):
+        for number in range(200):
             texts = {
                 key: "".join(draw.choices(ADVERSARIAL, k=2))[:300] * draw.randint(0, 2)
                 for key in ("text", "more")
@@ -99,113 +81,6 @@ def run(*argv: str) -> int:
 ENDS = {f"_{key}_document.{end}" for key in ("text", "more") for end in ("bin", "idx", "json")} | {
     ".bad_records.jsonl"
 }
-
-
-@pytest.mark.parametrize("partitions", ["1", "3"])
-def test_killed_after_any_note_it_goes_on(
-    corpus: list[str],
-    tmp_path: Path,
-    partitions: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = [*corpus, "--workers", "1", "--partitions", partitions]
-    assert run(*flags, "--output-prefix", f"{tmp_path}/out/once") == 0
-    once = contents(tmp_path / "out", "once")
-    assert once.keys() == ENDS
-    replace = os.replace
-    left = 0
-    runs = 0
-
-    def killing(source: str, target: str) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise Killed
-        replace(source, target)
-
-    monkeypatch.setattr(resumable_writer.os, "replace", killing)
-    # each run gets a little further, the last ones through the renames of the end
-    while runs < 200:
-        left = 2 + runs % 13
-        runs = runs + 1
-        try:
-            assert run(*flags, "--output-prefix", f"{tmp_path}/out/x") == 0
-            break
-        except Killed:
-            found = contents(tmp_path / "out", "x_")
-            assert {
-                name for name in found if f"_{name}" in ENDS and found[name] != once[f"_{name}"]
-            } == set()
-    assert runs > 2 and contents(tmp_path / "out", "x") == once
-    assert capsys.readouterr().out.count("Resuming after ") == runs - 1
-
-
-def wait_for_notes(process: subprocess.Popen, note: Path, notes: int) -> None:
-    """Until a run has written `note` so many times (each is a new file), or has ended."""
-    seen: set[int] = set()
-    while len(seen) < notes and process.poll() is None:
-        with contextlib.suppress(FileNotFoundError):
-            seen.add(note.stat().st_mtime_ns)
-        time.sleep(0.0005)
-
-
-def killed_at_random(flags: list[str], out: Path, kills: int, seed: int) -> int:
-    """Run, kill -9 (the workers are left alive) and run again to the end; how many of these runs
-    went on.
-
-    The moments are random times and, in turn, random numbers of notes of how far the run is: with
-    times alone, a machine busier or idler than at the first run would kill all of them before the
-    first note or after the last.
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-c",
-        DRIVER,
-        *flags,
-        "--overwrite",
-        "--log-interval",
-        "99999",
-        "--output-prefix",
-    ]
-    start = time.monotonic()
-    subprocess.run([*command, str(out / "once")], env=environment, check=True, capture_output=True)
-    duration = time.monotonic() - start
-    draw = random.Random(seed)
-    went_on = 0
-    for kill in range(kills):
-        name = f"x{kill}"
-        process = subprocess.Popen(
-            [*command, str(out / name)], env=environment, stdout=subprocess.DEVNULL
-        )
-        if kill % 2:
-            wait_for_notes(process, out / f"{name}.unfinished" / "state.json", draw.randint(1, 4))
-        else:
-            time.sleep(draw.uniform(0.1, 1.0) * duration)
-        process.kill()
-        process.wait()
-        last = subprocess.run(
-            [*command, str(out / name)], env=environment, check=True, capture_output=True, text=True
-        )
-        went_on += "Resuming after " in last.stdout
-        assert contents(out, name) == contents(out, "once")
-        for path in list(out.glob(f"{name}*")):
-            path.unlink()
-    return went_on
-
-
-def test_kill_9_twice(corpus: list[str], tmp_path: Path) -> None:
-    killed_at_random([*corpus, "--workers", "2"], tmp_path / "out", 2, seed=1)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("workers", ["1", "2", "3"])
-def test_kill_9_at_twenty_random_moments(corpus: list[str], tmp_path: Path, workers: str) -> None:
-    went_on = killed_at_random(
-        [*corpus, "--workers", workers], tmp_path / "out", 20, seed=int(workers)
-    )
-    assert went_on > 2
 
 
 @pytest.fixture

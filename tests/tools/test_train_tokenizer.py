@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +16,6 @@ from tests.load_tool import load_tool
 from tests.problems import assert_reported
 
 TOOL = load_tool("train_tokenizer")
-PROGRAM = Path(TOOL.__file__)
 TEXTS = [
     *ADVERSARIAL,
     *(f"the theory of the {number} thinkers, thinking there" for number in range(40)),
@@ -216,52 +211,7 @@ def test_bad_text_is_named_and_leaves_no_file(tmp_path, capsys, content, code, n
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_lines_may_be_skipped(text, tmp_path, capsys):
-    with open(text, "a") as file:
-        file.write("no JSON\n")
-    words = ["--input", text, "--vocab-size", 270, "--output-dir", tmp_path / "out"]
-    assert train(*words, "--max-bad-records", 1) == 0
-    assert f"{text}, line {len(TEXTS) + 2}: " in capsys.readouterr().err
-
-
 def test_a_token_that_the_text_gives_cannot_be_special(text, tmp_path, capsys):
     words = ["--input", text, "--vocab-size", 300, "--output-dir", tmp_path / "out"]
     assert train(*words, "--special-tokens", "<|endoftext|>", "th") == 1
     assert_reported(capsys.readouterr().err, "special-token-taken", "--special-tokens th: ")
-
-
-def test_help_is_immediate_and_loads_no_library():
-    code = (
-        "import atexit, runpy, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
-        "sys.argv.append('--help'); runpy.run_path(sys.argv[1], run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(PROGRAM)], capture_output=True, text=True, check=True
-    )
-    assert "--vocab-size" in done.stdout and not {"numpy", "torch", "tokenizers"} & set(
-        done.stderr.split()
-    )
-
-
-def test_ctrl_c_is_one_line_and_leaves_no_file(text, tmp_path):
-    pytest.importorskip("tokenizers")
-    Path(text).write_text(Path(text).read_text() * 3000)
-    command = [
-        sys.executable,
-        str(PROGRAM),
-        "--input",
-        text,
-        "--vocab-size",
-        "2000",
-        "--output-dir",
-        str(tmp_path / "out"),
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
-    assert (
-        process.returncode == 130
-        and len(errors.splitlines()) == 1
-        and not (tmp_path / "out").exists()
-    )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron.data.preprocess.encode import records
-from megatron.data.preprocess.readers import InputPosition, Reader
+from megatron.data.preprocess.readers import FileReader, InputPosition
 from megatron.data.preprocess.resumable_writer import BadRecords
 
 
@@ -26,7 +26,7 @@ def read_texts(
     bad = BadRecords(max_bad_records)
     line = 0
     name = ""
-    for block in Reader(files, keys, txt_lines).blocks(InputPosition(), lambda file: None):
+    for block in FileReader(files, keys, txt_lines).blocks(InputPosition(), lambda file: None):
         line = line if block.name == name else 0
         name = block.name
         for texts_at, _ in records(block, keys):

@@ -26,6 +26,9 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
     """One line for each of these flags that changes nothing on `world_size` ranks."""
     is_set = {
         "--use-distributed-optimizer": p.use_distributed_optimizer,
+        f"--data-parallel-sharding-strategy {p.data_parallel_sharding_strategy}": (
+            p.data_parallel_sharding_strategy != "no_shard"
+        ),
         "--overlap-grad-reduce": p.overlap_grad_reduce,
         "--overlap-param-gather": p.overlap_param_gather,
         f"--zero-partition {p.zero_partition}": p.zero_partition != "even",

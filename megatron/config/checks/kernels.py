@@ -25,6 +25,8 @@ def rule(f: Facts) -> Iterator[str]:
         yield from _fused(f, flag, backend)
     if f["transformer_impl"] == "transformer_engine":
         yield from _transformer_engine(f)
+    if f.config.kernels.cuda_graphs:
+        yield from _cuda_graphs(f)
 
 
 def _fused(f: Facts, flag: str, backend: str) -> Iterator[str]:
@@ -33,6 +35,15 @@ def _fused(f: Facts, flag: str, backend: str) -> Iterator[str]:
         yield f"{flag}: computes in fp16 and bf16 only; add --bf16 [flash-attention-needs-16-bit]"
     if backend == "flash" and f["device"] == "cpu":
         yield f"{flag}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
+    lacking = (
+        ("softmax_type",) if backend == "flash" else ("softmax_type", "attn_logit_softcapping")
+    )
+    for name in lacking:
+        if f[name] not in (None, "vanilla"):
+            yield (
+                f"{flag}: does not compute {f.say(name)}; use auto, or omit that "
+                "[flags-exclude-each-other]"
+            )
     if backend == "fused" and f["transformer_impl"] == "local":
         if f["fp64"]:
             yield f"{flag}: has no fp64; use auto [fused-attention-has-no-fp64]"
@@ -66,6 +77,52 @@ def _transformer_engine(f: Facts) -> Iterator[str]:
         )
 
 
+def _cuda_graphs(f: Facts) -> Iterator[str]:
+    """What no recorded micro-batch repeats."""
+    flag = f.say("enable_cuda_graph" if f["enable_cuda_graph"] else "cuda_graph_impl")
+    if f["device"] == "cpu":
+        yield f"{flag}: needs a CUDA device, and --device is cpu; omit it [cuda-device-needed]"
+    counts = "the host reads how many tokens an expert has"
+    seed = "its random numbers take their seed from the host"
+    between_ranks = f["tensor_model_parallel_size"] * f["context_parallel_size"] > 1
+    balancing = f["moe_router_load_balancing_type"]
+    for name, refused, why in (
+        ("reset_attention_mask", True, "each micro-batch has documents of other lengths"),
+        ("packed_samples", True, "each micro-batch has samples of other lengths"),
+        ("attention_dropout", True, seed),
+        ("moe_input_jitter_eps", True, seed),
+        ("moe_router_force_load_balancing", True, seed),
+        ("moe_router_load_balancing_type", "sinkhorn" in balancing, "the host ends its iterations"),
+        (
+            "moe_router_load_balancing_type",
+            "global_aux_loss" in balancing,
+            "a micro-batch depends on those before",
+        ),
+        ("expert_model_parallel_size", f["expert_model_parallel_size"] > 1, counts),
+        ("num_experts", not f["bf16"], f"without --bf16 {counts}"),
+        (
+            "pipeline_model_parallel_size",
+            f["pipeline_model_parallel_size"] > 1,
+            "a micro-batch waits for other stages between forward and backward",
+        ),
+        (
+            "distributed_backend",
+            f["distributed_backend"] == "gloo" and between_ranks,
+            "it sums tensors of a layer on the host",
+        ),
+        ("overlap_grad_reduce", True, "the host starts sums in the middle of a backward"),
+        ("fp8", True, "the first micro-batch of an iteration casts weights for the others"),
+        ("torch_compile", True, "operations in compiled layers cannot be checked"),
+        (
+            "transformer_impl",
+            f["transformer_impl"] != "local",
+            "operations in its modules cannot be checked",
+        ),
+    ):
+        if f[name] and refused:
+            yield f"{flag} and {f.say(name)}: {why}; change one of them [cuda-graph-cannot-hold]"
+
+
 def notes(f: Facts) -> Iterator[str]:
     """Warnings about settings that no rule forbids."""
     if f.config.kernels.attention != f.config.attention_backend:
@@ -74,11 +131,12 @@ def notes(f: Facts) -> Iterator[str]:
             name = "use_flash_attn"
         elif f[name] == "auto":
             name = "masked_softmax_fusion"
-        if f["context_parallel_size"] > 1:
+        if f.config.has_rings:
             yield (
                 f"{f.say(name)}: no effect with --context-parallel-size "
-                f"{f['context_parallel_size']}, whose attention over blocks of keys has its own "
-                "kernels and the same results [attention-backend-with-context-parallel]"
+                f"{f['context_parallel_size']} and {f.say('cp_comm_type')}, whose attention over "
+                "blocks of keys has its own kernels and the same results; --cp-comm-type a2a takes "
+                "it [attention-backend-with-context-parallel]"
             )
         else:
             yield (

@@ -12,10 +12,22 @@ from megatron.config.checks.facts import Facts
 from megatron.config.plan.plan import batch_schedule, evaluation_batch, layer_split
 from megatron.config.plan.stages import check_micro_batches
 
+# What needs gradients, or (in ZeRO-3) weights, that are there all the time, with its value when it
+# is off.
+_GRADIENTS = {
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "mtp_num_layers": None,
+    "torch_compile": False,
+    "zero_partition": "even",
+}
+_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": None}
+
 
 def rule(f: Facts) -> Iterator[str]:
     """One line for each problem of the layout."""
     yield from _sequence(f)
+    yield from _context(f)
     yield from _pipeline(f)
     yield from _world_size(f)
     if f["world_size"] is not None and not f["dry_run"]:
@@ -30,22 +42,31 @@ def rule(f: Facts) -> Iterator[str]:
             f"--distributed-backend {backend}: works between {devices} devices, not with --device "
             "cpu; use gloo [nccl-on-cpu]"
         )
+    yield from _sharding(f)
     yield from ddp.problems(f.config.parallel, f.world_size)
 
 
 def notes(f: Facts) -> Iterator[str]:
     """Warnings about settings that no rule forbids."""
-    if f["context_parallel_size"] > 1 and f["cp_comm_type"] in ("a2a", "a2a+p2p"):
-        yield (
-            f"{f.say('cp_comm_type')}: p2p is used (keys and values go round a ring while blocks "
-            "are computed), with the same results [cp-comm-type-not-supported]"
-        )
     if f["expert_model_parallel_size"] > 1 and f["moe_token_dispatcher_type"] == "flex":
         yield (
             f"{f.say('moe_token_dispatcher_type')}: tokens are exchanged as with alltoall, with "
             "the same results [moe-dispatcher-not-supported]"
         )
     yield from ddp.notes(f.config.parallel, f.world_size)
+
+
+def _sharding(f: Facts) -> Iterator[str]:
+    """One line for each flag that shared gradients or weights cannot go with."""
+    p = f.config.parallel
+    if not p.shares_gradients:
+        return
+    for name, off in (_GRADIENTS | _WEIGHTS if p.shares_weights else _GRADIENTS).items():
+        if f[name] != off:
+            yield (
+                f"{f.say(name)}: not supported with {f.say('data_parallel_sharding_strategy')}; "
+                "omit it, or use --data-parallel-sharding-strategy optim [flags-exclude-each-other]"
+            )
 
 
 def _sequence(f: Facts) -> Iterator[str]:
@@ -71,6 +92,32 @@ def _sequence(f: Facts) -> Iterator[str]:
             f"{f.say('seq_length')}: not a multiple of {ranks}, over which --sequence-parallel "
             f"splits it; {use}, or omit --sequence-parallel "
             "[sequence-parallel-does-not-divide-sequence]"
+        )
+
+
+def _context(f: Facts) -> Iterator[str]:
+    """A kind of communication for each layer or one for all; two sizes for the one with levels."""
+    types = f["cp_comm_type"]
+    if f.ok("num_layers") and len(types) not in (1, f["num_layers"]):
+        yield (
+            f"{f.say('cp_comm_type')}: {len(types)} for {f.say('num_layers')}; give one for all "
+            "layers, or one for each [cp-comm-type-count-wrong]"
+        )
+    cp = f["context_parallel_size"]
+    sizes = f["hierarchical_context_parallel_sizes"]
+    if "a2a+p2p" not in types or not f.ok("context_parallel_size") or cp == 1:
+        return
+    pairs = " or ".join(f"{n} {cp // n}" for n in range(2, cp) if cp % n == 0)
+    use = f"use {pairs}" if pairs else f"use --cp-comm-type a2a, as {cp} ranks have no two levels"
+    if sizes is None:
+        yield (
+            f"{f.say('cp_comm_type')}: needs --hierarchical-context-parallel-sizes, of ranks that "
+            f"exchange heads and of a ring; {use} [flag-needs-other-flag]"
+        )
+    elif math.prod(sizes) not in (0, cp):
+        yield (
+            f"{f.say('hierarchical_context_parallel_sizes')}: the product is not "
+            f"{f.say('context_parallel_size')}; {use} [context-parallel-sizes-wrong]"
         )
 
 

@@ -52,11 +52,11 @@ def _positions(f: Facts) -> Iterator[str]:
             "--position-embedding-type none: --use-rotary-position-embeddings means rope; omit "
             "one of them [flags-exclude-each-other]"
         )
-    yarn = "rope_type" if f["rope_type"] == "yarn" else "position_embedding_type"
+    kind = "position_embedding_type" if f["rope_type"] in (None, "rope") else "rope_type"
     for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
-        if f[name] and f[yarn] == "yarn":
+        if f[name] and f[kind] in ("yarn", "longrope"):
             yield (
-                f"{f.say(name)}: another scaling than that of {f.say(yarn)}; omit one of the two "
+                f"{f.say(name)}: another scaling than that of {f.say(kind)}; omit one of the two "
                 "[flags-exclude-each-other]"
             )
 
@@ -171,4 +171,14 @@ def _full_recompute(f: Facts) -> Iterator[str]:
         yield (
             f"--recompute-num-layers {layers}: there are only {f['num_layers']} layers; use "
             "at most that [recompute-layers-above-num-layers]"
+        )
+
+
+def notes(f: Facts) -> Iterator[str]:
+    """What is taken of two that contradict each other."""
+    other = f["position_embedding_type"] not in ("rope", "yarn", "none")
+    if f["use_rotary_position_embeddings"] and other and "position_embedding_type" in f.typed:
+        yield (
+            f"{f.say('position_embedding_type')}: --use-rotary-position-embeddings counts, as in "
+            "Megatron-LM, so positions are rope; give one of the two [positions-given-twice]"
         )

@@ -16,10 +16,8 @@ from megatron import launcher
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing
-from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
 from megatron.config.data import DataConfig
 from megatron.config.run_directory import FINAL, MANIFEST, TRACKER, newest
-from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, safe_name
 
@@ -55,11 +53,11 @@ def problems(config: Config) -> list[str]:
     d = config.data
     lines = [*_urls(config.checkpoint), *_sources(d)]
     if not _has_files(d):
-        return [*lines, *_split(config), *_tokenizer(d)]
+        return [*lines, *_split(config), *check_tokenizer.flag_problems(d)]
     from megatron.config.checks import data_paths
 
     lines += data_paths.validation(d)
-    return [*lines, *_split(config), *_tokenizer(d), *data_paths.blends(d)]
+    return [*lines, *_split(config), *check_tokenizer.flag_problems(d), *data_paths.blends(d)]
 
 
 def missing(config: Config) -> list[str]:
@@ -190,24 +188,8 @@ def _split(config: Config) -> Iterator[str]:
         )
 
 
-def _tokenizer(d: DataConfig) -> Iterator[str]:
-    kind = d.tokenizer
-    if kind in TOKENIZER_FILES:
-        if kind == "TikTokenizer":
-            yield from check_tokenizer.tiktoken_problems(
-                d.vocab_size, d.tiktoken_num_special_tokens, d.tiktoken_special_tokens
-            )
-        if kind == "ByteTokenizer" and d.vocab_size not in (None, BYTE_VOCAB_SIZE):
-            yield (
-                f"--vocab-size {d.vocab_size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes "
-                "and the end of a document); omit --vocab-size [vocab-size-not-that-of-tokenizer]"
-            )
-        return
-    yield check_tokenizer.unknown_type(kind)
-
-
 def _tokenizer_files(d: DataConfig) -> Iterator[str]:
-    kind = d.tokenizer
+    kind = d.tokenizer or ""
     yield from check_tokenizer.file_problems(d, kind)
     if kind == "NullTokenizer" and d.vocab_size is None:
         synthetic = "--mock-data" if d.mock_data else "--dummy-data" if d.dummy_data else None

@@ -55,12 +55,15 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"--distributed-backend {facts['distributed_backend']}: no effect with one rank on the "
             "CPU [flag-has-no-effect]"
         )
-    ignored = [name for name in ("layernorm", "mla_up_proj") if name in facts["recompute_modules"]]
-    if ignored:
+    blocks = config.model.blocks
+    made_again = {name for block in blocks for name in (block.recomputed_as, *block.made_again)}
+    ignored = [name for name in facts["recompute_modules"] if name not in made_again]
+    if ignored and "recompute_modules" in typed:
         lines.append(
             f"--recompute-modules {' '.join(ignored)}: activations are kept, with the same results "
             "[flag-has-no-effect]"
         )
+    lines += model.notes(facts)
     untied = facts["untie_embeddings_and_output_weights"]
     if facts["use_mup"] and untied and facts["decoupled_lr"] is None:
         lines.append(
@@ -75,6 +78,11 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             f"{facts.say('muon_momentum')}: the default of Megatron-LM's command line; its "
             "OptimizerConfig and torch have 0.95; give the value that is meant "
             "[muon-momentum-ambiguous]"
+        )
+    if facts["optimizer"] != "sgd" and facts["lr"] > 1:
+        lines.append(
+            f"{facts.say('lr')}: a step moves a weight by about as much; usual rates are below 0.1 "
+            "[lr-very-large]"
         )
     if facts["control_file"] is not None and facts["save"] is None:
         lines.append(
@@ -145,12 +153,13 @@ def _layout(f: Facts) -> Iterator[str]:
 
 
 def _chooses_kernels(f: Facts) -> bool:
-    """Do flags ask for attention or modules other than the default ones?"""
+    """Do flags ask for attention or modules other than the default ones, or for graphs?"""
     return (
         f["use_flash_attn"]
         or not f["masked_softmax_fusion"]
         or f["attention_backend"] != "auto"
         or f["transformer_impl"] != "local"
+        or f.config.kernels.cuda_graphs
     )
 
 

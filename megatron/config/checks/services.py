@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from megatron.config.checks.batch import schedule_of
 from megatron.config.checks.facts import Facts
-from megatron.config.skip_ranges import parse_skips
 
 
 def profiling(f: Facts) -> Iterator[str]:
@@ -35,6 +34,8 @@ def read_skips(f: Facts) -> tuple[list[str], list[str]]:
     """(problems, warnings) of the iterations to skip."""
     if f["train_range_to_skip"] is None and f["iterations_to_skip"] is None:
         return [], []
+    from megatron.config.skip_flags import parse_skips
+
     iterations = f["train_iters"] if f.ok("train_iters") else None
     schedule = schedule_of(f)
     if schedule and f.ok("train_samples"):

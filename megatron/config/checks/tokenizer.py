@@ -18,25 +18,30 @@ BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
 def problems(config: TokenizerConfig) -> Iterator[str]:
     """Everything that is wrong with these flags, one line each with flag, value and remedy; no file
     is read."""
-    kind = config.tokenizer
-    if kind not in TOKENIZER_FILES:
-        yield unknown_type(kind)
-        return
+    kind = config.tokenizer or ""
     yield from file_problems(config, kind)
     if kind == "NullTokenizer" and config.vocab_size is None:
         yield (
             "--vocab-size is missing: NullTokenizer needs the number of ids; give --vocab-size N "
             "[flag-missing]"
         )
-    if config.vocab_size is not None and config.vocab_size < 1:
-        yield f"--vocab-size {config.vocab_size}: must be at least 1 [value-out-of-range]"
-    if config.vocab_extra_ids < 0:
+    yield from flag_problems(config)
+
+
+def flag_problems(config: TokenizerConfig) -> Iterator[str]:
+    """What is wrong whatever files there are."""
+    kind = config.tokenizer
+    size = config.vocab_size
+    if kind not in TOKENIZER_FILES:
+        yield unknown_type(kind)
+    elif kind == "ByteTokenizer" and size not in (None, BYTE_VOCAB_SIZE):
         yield (
-            f"--vocab-extra-ids {config.vocab_extra_ids}: must not be negative [value-out-of-range]"
+            f"--vocab-size {size}: ByteTokenizer has {BYTE_VOCAB_SIZE} ids (256 bytes and the end "
+            "of a document); omit --vocab-size [vocab-size-not-that-of-tokenizer]"
         )
-    if kind == "TikTokenizer":
-        yield from tiktoken_problems(
-            config.vocab_size, config.tiktoken_num_special_tokens, config.tiktoken_special_tokens
+    elif kind == "TikTokenizer":
+        yield from _tiktoken_problems(
+            size, config.tiktoken_num_special_tokens, config.tiktoken_special_tokens
         )
 
 
@@ -66,9 +71,10 @@ def file_problems(config: TokenizerConfig, kind: str) -> Iterator[str]:
         if not path:
             yield f"{flag} is missing: {kind} needs {description}; give {flag} PATH [flag-missing]"
         elif not os.path.exists(path):
+            where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
             yield (
-                f"{flag} {path}: no such file; {kind} needs {description} on this machine"
-                f"{_near_file(path)} [tokenizer-file-missing]"
+                f"{flag} {path}: no such file{where}; {kind} needs {description} on this machine: "
+                f"give {flag} PATH{_near_file(path)} [tokenizer-file-missing]"
             )
         elif os.path.isdir(path) and kind != "HuggingFaceTokenizer":
             yield f"{flag} {path}: is a directory; {kind} needs {description} [path-is-a-directory]"
@@ -85,7 +91,7 @@ def _near_file(path: str) -> str:
     return f"; there is {os.path.join(folder, close[0])}" if close else ""
 
 
-def tiktoken_problems(
+def _tiktoken_problems(
     vocab_size: int | None, reserved: int, special: Sequence[str] | None
 ) -> Iterator[str]:
     """What is wrong with the number of ids, how many of them are `reserved`, and the names of

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.config.plan import batch_ramps
 from megatron.config.skip_ranges import SkipRanges
 
 FOREVER = 2**63
@@ -276,6 +275,8 @@ def build_batch_size_schedule(
                     f"{flag} cannot be given with --step-batch-size-schedule, which sets all sizes "
                     "[flags-exclude-each-other]"
                 )
+        from megatron.config.plan import batch_ramps
+
         steps = batch_ramps.parse_step_schedule(step_batch_size_schedule, seq_length)
         if global_batch_size not in (None, steps[-1][1]):
             raise ValueError(
@@ -288,6 +289,8 @@ def build_batch_size_schedule(
         raise ValueError(f"--global-batch-size {size} must be at least 1 [value-out-of-range]")
     schedule = partial(schedule, decrease_batch_size_if_needed=decrease_batch_size_if_needed)
     if rampup_batch_size is not None:
+        from megatron.config.plan import batch_ramps
+
         steps = batch_ramps.rampup_steps(rampup_batch_size, size)
         if rampup_micro_batches is not None:
             raise ValueError(
@@ -303,6 +306,8 @@ def build_batch_size_schedule(
     headline = f"setting global batch size to {size}" if global_batch_size is None else None
     if rampup_micro_batches is not None:
         divisor = micro_batch_size * data_parallel_size
+        from megatron.config.plan import batch_ramps
+
         steps = batch_ramps.micro_batch_steps(rampup_micro_batches, size, divisor)
         return schedule(steps, flag="--rampup-micro-batches", headline=headline)
     return schedule([(0, size)], flag="--global-batch-size", headline=headline)

@@ -5,18 +5,64 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from megatron.config.plan.zero_partition import Owners, Partition
-
+from megatron.config.plan.parameter_spec import Matrices
 
 ALIGN_BYTES = 64
 # Megatron's max(40e6, 1e6 x ranks): smaller buckets are all latency on many ranks
 DEFAULT_ELEMENTS = 40_000_000
+
+Owners = tuple[tuple[int, int], ...]
+
+EMBEDDING, HEAD = 0, 1 << 30  # units beside those of layers
+LAYERS = "decoder.layers."
+
+
+def unit_of(name: str) -> int:
+    """The unit of a parameter, whose weights are gathered and whose gradients are reduced together:
+    the embedding (a tied output layer has its weight), a layer, or final norm and output layer."""
+    if name.startswith(LAYERS):
+        return 1 + int(name.removeprefix(LAYERS).partition(".")[0])
+    return EMBEDDING if name.startswith("embedding.") else HEAD
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`order`: the parameters' numbers as they are walked; `owners`: of each, by its number,
+    (elements, owner), or () where ranks share it in equal ranges. `apart`: those that share no
+    bucket with others, since a rank's pieces of a bucket must be one range. `costs`: what Muon
+    multiplies in a Newton-Schulz step, by rank, for weights that the same ranks share."""
+
+    order: tuple[int, ...]
+    owners: tuple[Owners, ...]
+    apart: frozenset[int] = frozenset()
+    costs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def longest_share(self) -> float:
+        """The most that a rank has to compute, over the mean of all; where other ranks share the
+        experts, the most that it may have."""
+        most = sum(max(each) for each in self.costs)
+        return most / sum(sum(each) / len(each) for each in self.costs)
+
+
+class Shared(NamedTuple):
+    """A parameter that `shards` ranks share, its shapes on one rank and in the model. `experts`: do
+    other ranks share it than what is not of experts? `matrices`: what Muon updates of it."""
+
+    name: str
+    local_shape: Sequence[int]
+    shape: Sequence[int]
+    shards: int
+    experts: bool
+    matrices: Matrices | None = None
+
+
+Assign = Callable[[Sequence[Shared]], Partition]
 
 
 @dataclass(frozen=True)
@@ -137,6 +183,8 @@ def lay_out(
         for number, axes in enumerate(partial)
     ]
     order = sorted(reversed(walk), key=lambda number: kinds[number])
+    # One layer after another: parameters of different kinds or units start a bucket of their own,
+    # so a bucket can be sent when its layer is done.
     company = [(kind, *units[number : number + 1]) for number, kind in enumerate(kinds)]
     starts = [0] * len(sizes)
     buckets = []
@@ -154,6 +202,7 @@ def lay_out(
             end += padded[number]
         if equal:
             # As many aligned elements for each rank: the last ones are padding.
+            # Equal shares let one reduce-scatter move the whole bucket.
             share = _round_up(end - begin, align * ranks) // ranks
             cuts = [begin + rank * share for rank in range(ranks + 1)]
         else:
@@ -189,6 +238,7 @@ def _cuts_by_owner(placed: Sequence[tuple[int, Owners]], end: int, ranks: int) -
     starts = []
     by_rank = []
     for start, pieces in placed:
+        # Owners rise along the bucket, so a bisection finds where those of a rank begin.
         for size, owner in pieces:
             starts.append(start)
             by_rank.append(owner)

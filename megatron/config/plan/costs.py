@@ -11,15 +11,15 @@ from itertools import islice
 from typing import NamedTuple
 
 from megatron.config.plan.plan import BYTES, Plan, fp8_layers
-from megatron.config.plan.schedules import activations_alive, messages_waiting
 from megatron.config.tree import Config
+from megatron.model.blocks.block import LayerSpec
 
 IDS = 8  # bytes of a token id
 # Logits that the loss takes at a time, on a CPU and elsewhere (kernels/cross_entropy.py).
 LOSS_BLOCKS = (1 << 19, 1 << 26)
 
 
-class Sizes:
+class MicroBatchSizes:
     """Sizes of one micro-batch on one rank. tokens: this rank's; rows: of them what sequence
     parallelism leaves."""
 
@@ -42,9 +42,8 @@ class Sizes:
         self.hidden = m.hidden_size
         self.vocab = plan.padded_vocab_size // self.tp
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
-        # Row-blocked kernels keep less than torch's own; "auto" is taken for a CUDA
-        # device.
-        self.on_cpu = config.training.device == "cpu"
+        # Row-blocked kernels keep less than torch's own.
+        self.on_cpu = config.training.on_cpu
         # The C++, where it is built: it widens nothing.
         self.native = self.on_cpu and config.precision.params_dtype in ("float32", "bfloat16")
 
@@ -67,6 +66,16 @@ class Sizes:
         return self.itemsize * (weight + (self.tokens + gathered) * inputs)
 
     def head(self) -> int:
+        """All behind the decoder, multi-token prediction's modules among it."""
+        return self._loss() + sum(map(self._depth, self.depths))
+
+    @property
+    def depths(self) -> list[LayerSpec]:
+        """The layers of these modules."""
+        m = self.config.model
+        return [m.layer(number) for number in m.mtp_layers]
+
+    def _loss(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
         nbytes = (
             self.norm(self.rows, self.hidden, self.residual)
@@ -75,13 +84,26 @@ class Sizes:
         nbytes += self.tokens * (self.vocab * self.itemsize + IDS + self.loss)
         return nbytes + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
+    def _depth(self, layer: LayerSpec) -> int:
+        """A module of multi-token prediction: norms and input of eh_proj, its layer, its loss. The
+        hidden states that it norms are kept by the loss before it."""
+        rows = self.rows * self.hidden * self.itemsize
+        normed = 2 * self.norm(self.rows, self.hidden, self.itemsize) - rows
+        joined = 2 * rows
+        embedded = self.tokens * (IDS + 1) if self.tp > 1 else 0
+        stream = self.rows * self.hidden * self.residual
+        again = self.config.training.recompute == "full"
+        kept = stream if again else layer.saved(self)
+        return normed + joined + embedded + kept + self._loss()
+
     def loss_scratch(self) -> int:
-        """What the loss holds while it runs: a block of logits in its own dtype; nothing where one
-        kernel computes it (C++, or Triton on CUDA)."""
-        if self.native or not self.on_cpu and self.loss == 4:
+        """What the loss holds while it runs: a block of logits in its own dtype, and of the slopes
+        of their cap; nothing where one kernel computes it (C++, or Triton on CUDA)."""
+        capped = self.config.model.final_logit_softcapping is not None
+        if not capped and (self.native or not self.on_cpu and self.loss == 4):
             return 0
         rows = max(1, LOSS_BLOCKS[not self.on_cpu] // self.vocab)
-        return min(rows, self.tokens) * self.vocab * self.loss
+        return min(rows, self.tokens) * self.vocab * self.loss * (1 + capped)
 
     def embedding_backward(self) -> int:
         """The gradients of the embedding's results and, where they are not summed in fp32 by row,
@@ -119,7 +141,7 @@ class Activations(NamedTuple):
 
 def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
     """Bytes that these layers of one micro-batch keep between forward and backward."""
-    sizes = Sizes(config, plan)
+    sizes = MicroBatchSizes(config, plan)
     runs = config.training.recomputed_runs(len(layers))
     kept = config.model.layer_counts(layers[sum(runs) :])
     nbytes = sum(count * spec.saved(sizes) for spec, count in kept.items())
@@ -128,7 +150,7 @@ def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
 
 def embedding_activations(config: Config, plan: Plan) -> int:
     """Bytes that the embedding of one micro-batch keeps: which tokens' rows are this rank's."""
-    sizes = Sizes(config, plan)
+    sizes = MicroBatchSizes(config, plan)
     return sizes.tokens * (IDS + 1) if sizes.tp > 1 else 0
 
 
@@ -148,7 +170,7 @@ def fp8_weights(config: Config, plan: Plan, stage: int, by_library: bool = False
         "etp": p.expert_tensor_parallel,
     }
     elements = sum(math.prod(spec.local_shape(axes)) for spec in layers)
-    return elements * (1 if config.training.device == "cpu" else 2)
+    return elements * (1 if config.training.on_cpu else 2)
 
 
 def activations(config: Config, plan: Plan, stage: int) -> Activations:
@@ -159,12 +181,17 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     micro_batches = plan.num_microbatches(plan.train_iters)
     group = config.parallel.microbatch_group_size_per_vp_stage
     pipeline = (stage, stages, micro_batches, len(chunks), group)
-    alive = activations_alive(*pipeline)
+    alive, moving = 1, 0
+    if stages > 1:
+        from megatron.config.plan.schedules import activations_alive, messages_waiting
+
+        alive = activations_alive(*pipeline)
+        moving = messages_waiting(*pipeline, config.parallel.overlap_p2p_comm)
     micro_batch = chunk_activations(config, plan, largest) + (
         embedding_activations(config, plan) if stage == 0 else 0
     )
     runs = config.training.recomputed_runs(len(largest))
-    sizes = Sizes(config, plan)
+    sizes = MicroBatchSizes(config, plan)
     specs = list(map(config.model.layer, largest))
     saved = (spec.saved(sizes) for spec in specs)
     recomputed = max((sum(islice(saved, run)) for run in runs), default=0)
@@ -172,14 +199,16 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     micro_batch += copies * (len(largest) - sum(runs))
     recomputed += copies * max(runs, default=0)
     recomputed = max(recomputed, *(spec.recomputed(sizes) for spec in specs), 0)
-    head = sizes.head() if stage == stages - 1 else 0
+    head = 0
+    if stage == stages - 1:
+        specs += sizes.depths
+        head = sizes.head()
     backward = recomputed + max((spec.backward(sizes) for spec in specs), default=0)
     if head:
         last = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
         backward = max(backward, head + last)
     if stage == 0:  # its layers' activations are freed by then
         backward = max(backward, sizes.embedding_backward() - micro_batch)
-    moving = messages_waiting(*pipeline, config.parallel.overlap_p2p_comm)
     moving *= sizes.rows * sizes.hidden * sizes.residual
     stored = alive * micro_batch + fp8_weights(config, plan, stage)
     return Activations(stored, alive, head, recomputed, moving, backward)

@@ -51,8 +51,9 @@ class ParameterSpec:
 
     def partial_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over which the gradients of copies are summed: `partial` and, with sequence
-        parallelism, tp unless it is split over tp: each copy then sees part of the tokens."""
-        whole = sequence_parallel and not {"tp", "etp"} & dict(self.splits).keys()
+        parallelism, tp unless it is split over tp or of experts: each copy then sees part of the
+        tokens."""
+        whole = sequence_parallel and not {"tp", "ep"} & dict(self.splits).keys()
         return tuple(dict.fromkeys((*self.partial, *("tp",) * whole)))
 
     @property

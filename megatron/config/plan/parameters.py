@@ -53,14 +53,14 @@ def parameter_table(
     draw = scheme or megatron_scheme(model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
-    # With tied weights the first and the last pipeline stage each have a copy that sees its own use
-    # alone.
+    # With tied weights or multi-token prediction the first and the last pipeline stage each have a
+    # copy that sees its own use alone.
     word_embedding = ParameterSpec(
         WORD_EMBEDDING,
         (padded_vocab_size, h),
         (("tp", 0),),
         **drawn(draw("word_embedding", 0)),
-        partial=("ends",) if model.tied else (),
+        partial=("ends",) if model.embeds_at_both_ends else (),
         real_rows=real_rows,
     )
     table = [word_embedding]
@@ -79,7 +79,11 @@ def parameter_table(
     table += norm(model, "decoder.final_layernorm", h)
     if not model.tied:
         output = drawn(draw("output_layer", model.num_layers))
-        table.append(replace(word_embedding, name=OUTPUT_LAYER, **output))
+        table.append(replace(word_embedding, name=OUTPUT_LAYER, **output, partial=()))
+    if model.mtp_num_layers:
+        from megatron.model.blocks.mtp.facts import parameters
+
+        table += parameters(model, draw)
     return table
 
 
@@ -88,18 +92,19 @@ def stage_table(
 ) -> list[ParameterSpec]:
     """The parameters a pipeline stage with these (global) layers holds, in the table's order.
 
-    The first stage has the embeddings, the last one the final norm and the output matrix: with tied
-    weights a copy of the word embedding, once if it is the first stage too.
+    The first stage has the embeddings, the last one the final norm, the output matrix and
+    multi-token prediction; with that or tied weights a copy of the word embedding, once if it is
+    the first stage too.
     """
     table = list(table)
-    tied = all(spec.name != OUTPUT_LAYER for spec in table)
+    copied = any(spec.name == WORD_EMBEDDING and spec.partial for spec in table)
 
     def held(spec: ParameterSpec) -> bool:
         layer = spec.layer
         if layer is not None:
             return layer in layers
         if spec.name.startswith("embedding."):
-            return first or (last and tied and spec.name == WORD_EMBEDDING)
+            return first or (last and copied and spec.name == WORD_EMBEDDING)
         return last
 
     return [spec for spec in table if held(spec)]

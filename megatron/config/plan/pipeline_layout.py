@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from typing import NamedTuple, NoReturn
 
-from megatron.config.plan.stages import CHUNKS, EMBEDDING, LAYOUT, LOSS, Split
+from megatron.config.parallel import CHUNKS, EMBEDDING, LAYOUT, LOSS, Split
 
 MOST_SYMBOLS = 100_000
-_WORDS = {"E": "the embedding", "t": "a transformer layer", "L": "the loss"}
+_WORDS = {
+    "E": "the embedding",
+    "t": "a transformer layer",
+    "m": "a multi-token prediction layer",
+    "L": "the loss",
+}
 
 
 class TypedSymbol(NamedTuple):
@@ -39,8 +44,8 @@ def _repetitions(layout: str, star: int, symbols: int) -> tuple[int, int]:
 
 
 def expand(layout: str) -> list[TypedSymbol]:
-    """The symbols E, t, L and | of a layout in order, repetitions (`t*3`, `(tt|)*4`) written out;
-    commas mean nothing.
+    """The symbols E, t, m, L and | of a layout in order, repetitions (`t*3`, `(tt|)*4`) written
+    out; commas mean nothing.
 
     Raises ValueError with the position of the first character that cannot stand where it does.
     """
@@ -54,13 +59,6 @@ def expand(layout: str) -> list[TypedSymbol]:
         offset += 1
         if char == ",":
             continue
-        if char == "m":
-            _refuse(
-                layout,
-                position,
-                "m is a multi-token prediction layer, which is not supported; remove it (and "
-                "its |, where it has a stage of its own)",
-            )
         if char == "(" and group is None:
             group = position, start
             continue
@@ -69,11 +67,11 @@ def expand(layout: str) -> list[TypedSymbol]:
             group = None
             if start == len(typed) or layout[offset : offset + 1] != "*":
                 _refuse(layout, opened, "parentheses hold symbols to repeat, as in (tt|)*4")
-        elif char in "EtL|":
+        elif char in "EtmL|":
             typed.append(TypedSymbol(char, position))
         else:
             _refuse(
-                layout, position, f"{char!r} is unexpected; symbols are E, t, L, |, (...)*N, *N"
+                layout, position, f"{char!r} is unexpected; symbols are E, t, m, L, |, (...)*N, *N"
             )
         if layout[offset : offset + 1] == "*":
             count, offset = _repetitions(layout, offset, len(typed) - start)
@@ -83,8 +81,9 @@ def expand(layout: str) -> list[TypedSymbol]:
     return typed
 
 
-def _check(layout: str, typed: list[TypedSymbol], num_layers: int) -> None:
-    """The embedding once and first, the loss once and last, `num_layers` layers between."""
+def _check(layout: str, typed: list[TypedSymbol], num_layers: int, depths: int) -> None:
+    """The embedding once and first, the loss once and last, `num_layers` layers between, and just
+    before the loss `depths` layers of multi-token prediction."""
     counts = {symbol: [i for i in typed if i.symbol == symbol] for symbol in _WORDS}
     for symbol, index in (("E", 0), ("L", -1)):
         required = "first" if index == 0 else "last"
@@ -103,17 +102,29 @@ def _check(layout: str, typed: list[TypedSymbol], num_layers: int) -> None:
             f"the layout has {len(layers)} transformer layers (t) and --num-layers is "
             f"{num_layers}; make them equal",
         )
+    before_loss = typed[len(typed) - 1 - depths : -1]
+    wrong = [entry for entry in before_loss if entry.symbol != "m"]
+    wrong += [entry for entry in counts["m"] if entry not in before_loss]
+    if wrong:
+        _refuse(
+            layout,
+            wrong[0].position,
+            f"{_WORDS['m']} (m) must be there as often as --mtp-num-layers says ({depths}), just "
+            "before L on its stage",
+        )
 
 
-def parse_layout(layout: str, num_layers: int, stages: int, chunks: int | None = None) -> Split:
+def parse_layout(
+    layout: str, num_layers: int, stages: int, chunks: int | None = None, depths: int = 0
+) -> Split:
     """The global layer numbers of each stage's chunks, `parse_layout(...)[stage][chunk]`.
 
     A part between two | is a virtual stage, and part c x stages + s is chunk c of stage s. E and L
-    may have a virtual stage of their own. `chunks`: virtual stages of a rank, where given. Raises
-    ValueError with flag, position and remedy.
+    may have a virtual stage of their own. `chunks`: virtual stages of a rank, where given.
+    `depths`: layers of multi-token prediction. Raises ValueError with flag, position and remedy.
     """
     entries = expand(layout)
-    _check(layout, entries, num_layers)
+    _check(layout, entries, num_layers, depths)
     sizes = [0]
     empty = True
     for entry in entries:

@@ -4,36 +4,31 @@ vocabulary size."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-from megatron.config.parallel import ParallelConfig
 from megatron.config.plan import buckets
 from megatron.config.plan.batch_size import (
     BatchSizeSchedule,
     EvaluationBatch,
     build_batch_size_schedule,
 )
+from megatron.config.plan.buckets import Assign, Partition, Shared
 from megatron.config.plan.parameters import (
     ParameterSpec,
     count_parameters,
     parameter_table,
     stage_table,
 )
-from megatron.config.plan.stages import (
-    EMBEDDING,
-    FIRST,
-    LAST,
-    LAYOUT,
-    LOSS,
-    PER_CHUNK,
-    Split,
-    chunks_per_stage,
-    split_layers,
-)
-from megatron.config.plan.zero_partition import Partition, Shared, assignment
-from megatron.config.skip_ranges import SkipRanges, parse_skips
+from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
+
+if TYPE_CHECKING:
+    from megatron.config.parallel import Split
+    from megatron.config.plan.units import Passes
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -183,55 +178,12 @@ def target_sizes(config: Config, batch: BatchSizeSchedule, train_iters: int) -> 
 def layer_split(config: Config) -> Split:
     """The layers of each stage's chunks. Raises ValueError with flags, values and remedy where
     there is no such split."""
-    layers = config.model.num_layers
     p = config.parallel
-    stages = p.pipeline_model_parallel_size
-    ends = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
-    counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
-    _only_one_split(p)
-    if p.pipeline_model_parallel_layout is not None:
-        from megatron.config.plan.pipeline_layout import parse_layout
+    if p.splits_layers:
+        from megatron.config.plan.stages import split
 
-        return parse_layout(
-            p.pipeline_model_parallel_layout,
-            layers,
-            stages,
-            p.num_virtual_stages_per_pipeline_rank,
-        )
-    chunks = chunks_per_stage(
-        layers,
-        stages,
-        p.num_layers_per_virtual_pipeline_stage,
-        p.num_virtual_stages_per_pipeline_rank,
-        uneven=ends != (None, None),
-        counted=sum(counted),
-    )
-    if any(counted):
-        from megatron.config.plan.pipeline_layout import split_with_ends
-
-        return split_with_ends(layers, stages, chunks, *counted)
-    return split_layers(layers, stages, chunks, *ends)
-
-
-def _only_one_split(p: ParallelConfig) -> None:
-    """Raise ValueError where two of the flags that split the layers over stages exclude each
-    other, as in Megatron."""
-    flags = {
-        LAYOUT: p.pipeline_model_parallel_layout is not None,
-        PER_CHUNK: p.num_layers_per_virtual_pipeline_stage is not None,
-        FIRST: p.decoder_first_pipeline_num_layers is not None,
-        LAST: p.decoder_last_pipeline_num_layers is not None,
-        EMBEDDING: p.account_for_embedding_in_pipeline_split,
-        LOSS: p.account_for_loss_in_pipeline_split,
-    }
-    typed = [flag for flag, is_given in flags.items() if is_given]
-    for name, excluded in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
-        against = [flag for flag in typed if flag in excluded and flag != name]
-        if name in typed and against:
-            raise ValueError(
-                f"{name} and {' and '.join(against)}: each says which layers a stage has; give "
-                "only one of them [flags-exclude-each-other]"
-            )
+        return split(config.model.num_layers, p, len(config.model.mtp_layers))
+    return ((range(config.model.num_layers),),)
 
 
 def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -250,9 +202,12 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     make_scheme = config.added("init_scheme")
     scheme = make_scheme(config.model) if make_scheme else None
     parameters = parameter_table(config.model, padded, vocab_size, scheme)
-    skips = parse_skips(
-        t.train_range_to_skip, train_iters, iterations_to_skip=t.iterations_to_skip
-    ).ranges
+    skips = SkipRanges()
+    if t.train_range_to_skip or t.iterations_to_skip:
+        from megatron.config.skip_flags import parse_skips
+
+        singles = t.iterations_to_skip
+        skips = parse_skips(t.train_range_to_skip, train_iters, iterations_to_skip=singles).ranges
     return Plan(
         world_size=world_size,
         data_parallel_size=data_parallel_size(config, world_size),
@@ -296,13 +251,29 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
     Buckets help to overlap, and keep what a reduce-scatter takes in addition to the buffer small.
     """
     p = config.parallel
+    if shares_units(config, plan):
+        return None
     if p.ddp_num_buckets is not None:
         return -(-parameters_per_rank(config, plan, stage) // p.ddp_num_buckets)
-    if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.use_distributed_optimizer):
+    if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.shares_optimizer):
         return max(
             buckets.DEFAULT_ELEMENTS, 1_000_000 * plan.data_parallel_size * p.context_parallel_size
         )
     return p.ddp_bucket_size
+
+
+def assignment(config: Config) -> Assign | None:
+    """How whole parameters are assigned to ranks; None: all are shared in equal ranges."""
+    muon = config.optimizer.optimizer == "muon"
+    if not muon and config.parallel.zero_partition != "whole-params":
+        return None
+    from megatron.config.plan import zero_partition
+
+    if muon:
+        return partial(zero_partition.whole_matrices, config.muon)
+    return lambda params: zero_partition.whole_parameters(
+        [p.name for p in params], [p.local_shape for p in params], params[0].shards
+    )
 
 
 def whole_partition(config: Config, plan: Plan, stage: int = 0) -> Partition | None:
@@ -338,21 +309,69 @@ def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
     p = config.parallel
     axes = _stage_axes(config)
 
-    def partial(spec: ParameterSpec) -> tuple[str, ...]:
+    def partial_of(spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
 
     params = _shared(config, plan, stage)
     itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
     return buckets.lay_out(
         [math.prod(param.local_shape) for param in params],
-        [partial(spec) for spec in plan.parameters_of(stage) if spec.trained],
+        [partial_of(spec) for spec in plan.parameters_of(stage) if spec.trained],
         bucket_size=bucket_size(config, plan, stage),
         shards=shards(config, plan),
         itemsize=itemsize,
         partition=_partition(config, params),
         experts=[param.experts for param in params],
         expert_shards=expert_shards(config, plan),
+        units=[buckets.unit_of(param.name) for param in params]
+        if shares_units(config, plan)
+        else (),
     )
+
+
+def shares_units(config: Config, plan: Plan) -> bool:
+    """Do ranks share gradients, so that those of a unit have buckets of their own?"""
+    ranks = max(shards(config, plan), expert_shards(config, plan))
+    return config.parallel.shares_gradients and ranks > 1
+
+
+def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
+    """A micro-batch through each chunk of a stage whose ranks share gradients."""
+    from megatron.config.plan.units import Passes, Sharing, sites
+
+    layout = flat_layout(config, plan, stage)
+    names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
+    sizes: Counter[int] = Counter()
+    for bucket in layout.buckets:
+        if bucket.shards > 1:
+            sizes[buckets.unit_of(names[bucket.members[0]])] += bucket.stop - bucket.start
+    p = config.parallel
+    sharing = Sharing(p.shares_weights, p.overlap_param_gather, p.overlap_grad_reduce)
+    precision = config.precision
+    itemsizes = BYTES[precision.params_dtype], BYTES[precision.grad_dtype]
+    chunks = plan.layers_per_stage[stage]
+    ends = stage == 0, stage == len(plan.layers_per_stage) - 1
+    units = [
+        sites(
+            layers,
+            ends[0] and number == 0,
+            ends[1] and number == len(chunks) - 1,
+            config.model.tied,
+        )
+        for number, layers in enumerate(chunks)
+    ]
+    carried = max((each[0] for each in units if each), key=lambda unit: sizes[unit])
+    return [
+        Passes(
+            each,
+            sizes,
+            itemsizes,
+            sharing,
+            config.training.recomputed_runs(len(layers)),
+            carried,
+        )
+        for each, layers in zip(units, chunks, strict=True)
+    ]
 
 
 def by_muon(config: Config, spec: ParameterSpec) -> bool:
@@ -360,23 +379,18 @@ def by_muon(config: Config, spec: ParameterSpec) -> bool:
     return config.optimizer.optimizer == "muon" and spec.matrices is not None
 
 
-def has_one_moment(config: Config, spec: ParameterSpec) -> bool:
-    """Has it Muon's momentum alone, and not two moments, as Adam's and NorMuon's have?"""
-    return config.muon.muon_neuron_beta2 is None and by_muon(config, spec)
-
-
 def shards(config: Config, plan: Plan) -> int:
     """Ranks that share one copy of main weights and optimizer state."""
     p = config.parallel
     ranks = plan.data_parallel_size * p.context_parallel_size
-    return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
+    return ranks // p.num_distributed_optimizer_instances if p.shares_optimizer else 1
 
 
 def expert_shards(config: Config, plan: Plan) -> int:
     """The same of the weights of experts."""
     p = config.parallel
     ranks = p.expert_replicas(plan.world_size)
-    return ranks // p.num_distributed_optimizer_instances if p.use_distributed_optimizer else 1
+    return ranks // p.num_distributed_optimizer_instances if p.shares_optimizer else 1
 
 
 def fp8_layers(
@@ -395,6 +409,16 @@ def fp8_layers(
     ]
 
 
+def moment_bytes(config: Config) -> int:
+    """Bytes of the optimizer's moments of an element."""
+    o = config.optimizer
+    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer != "sgd" else ("momentum",)
+    if o.optimizer == "sgd" and not o.sgd_momentum:
+        keys = ()
+    main = config.precision.main_dtype
+    return sum(BYTES[o.moment_dtypes.get(key, main)] for key in keys)
+
+
 def bytes_per_rank(
     config: Config, plan: Plan, stage: int = 0, shard: int | None = None
 ) -> dict[str, int]:
@@ -403,32 +427,40 @@ def bytes_per_rank(
 
     `shard`: which of the ranks that share the last two; without it that with the most. Activations
     are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
-    each).
+    each). Where ranks share gradients, "whole units" are the weights and gradients beside a rank's
+    shards, at their peak.
     """
     precision = config.precision
     n = owned = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
-    of_muon = [number for number, spec in enumerate(table) if has_one_moment(config, spec)]
+    of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
+    fewer = 2 - config.muon.states  # than the moments of Adam
     matrices = count_parameters([table[number] for number in of_muon], _axes(config))
     if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
         each = list(zip(layout.elements(), layout.elements(of_muon), strict=True))
-        # Adam has three tensors of a main weight in 32 bits, plain Muon two
-        most = max(each, key=lambda counts: 3 * counts[0] - counts[1])
+        # Adam has three tensors of a main weight in 32 bits
+        most = max(each, key=lambda counts: 3 * counts[0] - fewer * counts[1])
         owned, matrices = most if shard is None else each[shard]
     history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
-    o = config.optimizer
-    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer != "sgd" else ("momentum",)
-    if o.optimizer == "sgd" and not o.sgd_momentum:
-        keys = ()
+    weights, gradients = n, n
+    of_units = {}
+    if shares_units(config, plan):
+        layout = flat_layout(config, plan, stage)
+        gradients = max(layout.elements())
+        if config.parallel.shares_weights:
+            # what no optimizer updates is whole on every rank
+            weights = n - sum(layout.sizes) + gradients
+        peaks = [each.peak for each in passes(config, plan, stage)]
+        of_units = {"whole units": max(map(sum, peaks))}
     return {
-        "weights": n * BYTES[precision.params_dtype],
-        "gradients": n * BYTES[precision.grad_dtype],
+        "weights": weights * BYTES[precision.params_dtype],
+        "gradients": gradients * BYTES[precision.grad_dtype],
+        **of_units,
         "main weights": owned * BYTES[precision.main_dtype] if low else 0,
-        "optimizer moments": owned
-        * sum(BYTES[o.moment_dtypes.get(key, precision.main_dtype)] for key in keys)
-        - matrices * BYTES[precision.main_dtype],
+        "optimizer moments": owned * moment_bytes(config)
+        - fewer * matrices * BYTES[precision.main_dtype],
         # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps
         # before and of this one
         "FP8 scales": len(fp8_layers(config, plan, stage)) * 3 * (2 + history) * 4,

@@ -1,238 +1,274 @@
-"""The plan as text, for --dry-run: sizes, what each pipeline stage holds and sends, batch and
-run."""
+"""What a run will be, as its flags and its plan say: texts by label, which a run and --dry-run
+print first."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Sequence
 
-from megatron import log
-from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_VOCAB_SIZE
-from megatron.config.plan.costs import activations
-from megatron.config.plan.fit import gib, host_copies
+from megatron.arguments import to_args_text
+from megatron.config.muon import stacks
+from megatron.config.plan import fit
+from megatron.config.plan.fit import GIB
 from megatron.config.plan.plan import (
     Plan,
-    bytes_per_rank,
-    flat_layout,
-    make_plan,
-    parameters_per_rank,
+    by_muon,
     shards,
-    whole_partition,
 )
-from megatron.config.plan.schedules import bubble_fraction
-from megatron.config.plan.tokenizer_ids import ids_in_file
-from megatron.config.plan.transfers import axis_sizes, sent_by_axis
-from megatron.config.plan.zero_partition import assignment
 from megatron.config.tree import Config
-from megatron.small_files import read_json
 
-if TYPE_CHECKING:
-    from megatron.config.command_line import CommandLine
-
-GIB = 2**30
-_GPT2_VOCABULARY = 50257
-_AXES = {"tp": "tensor", "ep": "expert", "cp": "context", "dp": "data", "pp": "pipeline"}
+WIDTH = 100
+LABEL = 15
+MIB = 2**20
 
 
-def describe(config: Config, plan: Plan) -> list[str]:
-    """The plan in lines."""
-    p = config.parallel
-    m = config.model
-    t = config.training
-    dropped = plan.skips.count_in(1, plan.train_iters)
-    first = plan.batch.phases[0].global_batch_size
-    padding = f", {plan.num_padding} of them padding" if plan.num_padding else ""
-    active = f", {plan.num_active} active" if m.num_experts else ""
-    ep = p.expert_model_parallel_size
-    experts = f"; experts over {ep} of the data and context ranks" if ep > 1 else ""
-    return [
-        f"world size {plan.world_size} = data {plan.data_parallel_size} x tensor "
-        f"{p.tensor_model_parallel_size} x pipeline {p.pipeline_model_parallel_size} x context "
-        f"{p.context_parallel_size}{experts}",
-        f"model: {m.num_layers} layers, hidden {m.hidden_size}, {m.blocks_text}, "
-        f"sequence {m.seq_length}, positions {m.positions}",
-        f"vocabulary: {plan.vocab_size}, padded to {plan.padded_vocab_size}",
-        f"parameters: {plan.num_parameters}{active}{padding}",
-        *memory_lines(config, plan),
-        *traffic_lines(config, plan),
-        f"batch: {first} samples = {t.micro_batch_size} x {plan.data_parallel_size} ranks x "
-        f"{plan.batch.num_microbatches(0)} micro-batches"
-        + ("" if plan.batch.is_constant else ", growing:"),
-        *(line for line in plan.batch.lines() if not plan.batch.is_constant),
-        f"run: {plan.train_iters} iterations, {plan.targets.train} samples, "
-        f"{plan.targets.train * m.seq_length:,} tokens"
-        + (f", {dropped} iterations skipped" if dropped else ""),
-        f"data: train {plan.targets.train}, validation {plan.targets.valid}, test "
-        f"{plan.targets.test} samples, split {plan.split or 'given per path'}",
-    ]
+def entry(label: str, text: str) -> str:
+    """A label and its text, wrapped next to it."""
+    return _wrapped(text, f" {label:<{LABEL - 1}}", " " * LABEL)
 
 
-def memory_lines(config: Config, plan: Plan) -> list[str]:
-    """A table of what a rank of each pipeline stage holds; stages that hold as much share a row."""
-    rows = []
-    stages = range(len(plan.layers_per_stage))
-    by_stage = [activations(config, plan, stage) for stage in stages]
-    for stage in stages:
-        state = bytes_per_rank(config, plan, stage)
-        optimizer = state["main weights"] + state["optimizer moments"] + state["FP8 scales"]
-        together = sum(state.values()) + by_stage[stage].total
-        rows.append(
-            [
-                f"{number:,}"
-                for number in (
-                    parameters_per_rank(config, plan, stage),
-                    state["weights"],
-                    state["gradients"],
-                    optimizer,
-                    by_stage[stage].total,
-                )
-            ]
-            + [f"{together / GIB:.2f}"]
-        )
-    titles = ("parameters", "weights", "gradients", "optimizer", "activations", "total GiB")
-    ranks = shards(config, plan)
-    share = f" (optimizer: sharded over {ranks} ranks)" if ranks > 1 else ""
-    lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
-    if ranks > 1 and assignment(config):
-        for stage in stages:
-            of_stage = f" of stage {stage}" if len(stages) > 1 else ""
-            lines.append(
-                f"  elements per ZeRO rank{of_stage}: {flat_layout(config, plan, stage).elements()}"
-            )
-            if (partition := whole_partition(config, plan, stage)) and partition.costs:
-                lines.append(
-                    f"  Newton-Schulz per ZeRO rank{of_stage}: the longest share is "
-                    f"{partition.longest_share:.2f} of the mean"
-                )
-    alive = sorted({pairs.alive for pairs in by_stage})
-    pairs_alive = f"{alive[0]} to {alive[-1]}" if len(alive) > 1 else f"{alive[0]}"
-    unit = "chunks of micro-batches" if len(plan.layers_per_stage[0]) > 1 else "micro-batches"
-    device = "the CPU" if config.training.device == "cpu" else "CUDA"
-    recomputed = max(pairs.recomputed for pairs in by_stage)
-    lines.append(
-        f"  activations on {device}, of {pairs_alive} {unit}; {by_stage[-1].head:,} on the last "
-        "stage are final norm, logits and loss"
+def _wrapped(text: str, first: str, others: str) -> str:
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
-    if recomputed:
-        lines.append(f"  {recomputed:,} of them while layers are recomputed")
-    for user, size in host_copies(config, plan).items():
-        lines.append(
-            f"  in host memory: snapshots for {user}, {size:,} bytes ({gib(size)}) per rank"
+
+
+def entries(config: Config, plan: Plan, own_model: bool = False) -> dict[str, str]:
+    """What follows from flags and plan: texts by label. Of a script's `own_model` nothing is known
+    yet."""
+    m = config.model
+    active = f", {plan.num_active:,} active" if m.num_experts else ""
+    padding = f", {plan.num_padding:,} of them padding" if plan.num_padding else ""
+    padded = (
+        ""
+        if plan.padded_vocab_size == plan.vocab_size
+        else f", padded to {plan.padded_vocab_size:,}"
+    )
+    depths = f"multi-token prediction of {m.mtp_num_layers}, " if m.mtp_num_layers else ""
+    model = (
+        f"{plan.num_parameters:,} parameters{active}{padding}: "
+        f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.blocks_text}, "
+        f"{depths}sequence {m.seq_length}, {m.normalization}, {m.activation}, "
+        f"positions {m.positions}"
+    )
+    texts = {
+        "model": "what the script's model_provider returns" if own_model else model,
+        "tokenizer": f"{config.data.tokenizer}, vocabulary {plan.vocab_size:,}{padded}",
+        "batch": batch_text(config, plan),
+        "layout": layout_text(config, plan) if plan.world_size > 1 else "",
+        "training": training_text(config, plan),
+        "optimizer": optimizer_text(config),
+        "by Muon": "" if own_model else _by_muon_text(config, plan),
+        "learning rate": schedule_text(config, plan),
+        "memory": "" if own_model else memory_text(config, plan),
+    }
+    return {label: text for label, text in texts.items() if text}
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def batch_text(config: Config, plan: Plan) -> str:
+    """How a global batch is composed."""
+    size = plan.batch.final_global_batch_size
+    accumulation = plan.num_microbatches(plan.train_iters)
+    text = (
+        f"{_count(size, 'sample')} = micro-batch {config.training.micro_batch_size} x "
+        f"accumulation {accumulation} x data-parallel {plan.data_parallel_size}; "
+        f"{size * config.model.seq_length:,} tokens"
+    )
+    phases = plan.batch.phases
+    return (
+        text
+        if plan.batch.is_constant
+        else f"{text}; ramp-up from {_count(phases[0].global_batch_size, 'sample')}"
+    )
+
+
+def layout_text(config: Config, plan: Plan) -> str:
+    """The axes of more than one rank, and how their work is shared."""
+    p = config.parallel
+    sizes = {
+        "data": plan.data_parallel_size,
+        "tensor": p.tensor_model_parallel_size,
+        "pipeline": p.pipeline_model_parallel_size,
+        "context": p.context_parallel_size,
+    }
+    text = f"{plan.world_size} ranks = " + " x ".join(
+        f"{name} {size}" for name, size in sizes.items() if size > 1
+    )
+    chunks = len(plan.layers_per_stage[0])
+    details = [f"{chunks} virtual pipeline stages per rank"] * (chunks > 1)
+    details += ["sequence parallel"] * (p.sequence_parallel and p.tensor_model_parallel_size > 1)
+    shares = shards(config, plan)
+    what = ["weights"] * p.shares_weights + ["gradients"] * p.shares_gradients
+    what.append("optimizer state")
+    details += [f"{', '.join(what)} sharded over {shares} ranks"] * (shares > 1)
+    if p.expert_model_parallel_size * p.expert_tensor_parallel > 1 and config.model.num_experts:
+        experts = f"experts: expert {p.expert_model_parallel_size}"
+        details.append(f"{experts} x expert-tensor {p.expert_tensor_parallel}")
+    return "; ".join([text, *details])
+
+
+def training_text(config: Config, plan: Plan) -> str:
+    """Length of the run, and when it is evaluated."""
+    t = config.training
+    samples = plan.targets.train
+    skipped = plan.skips.count_in(1, plan.train_iters)
+    text = (
+        f"{_count(plan.train_iters, 'iteration')}, {_count(samples, 'sample')}, "
+        f"{samples * config.model.seq_length:,} tokens"
+    )
+    text += f" ({_count(skipped, 'iteration')} will be skipped)" if skipped else ""
+    if t.exit_interval:
+        text += f"; exits at multiples of {_count(t.exit_interval, 'iteration')}"
+    if t.skip_train:
+        text = "none (--skip-train)"
+    if not t.eval_iters:
+        return f"{text}; no validation"
+    size = t.eval_iters * plan.evaluation_batch.global_batch_size
+    extent = "all of the validation data" if config.data.full_validation else _count(size, "sample")
+    start = f" from {t.start_eval_at_iter:,} on" if t.start_eval_at_iter else ""
+    return f"{text}; validation every {t.eval_interval:,}{start}: {extent}"
+
+
+def optimizer_text(config: Config) -> str:
+    """The update rule, or rules, and its constants."""
+    o = config.optimizer
+    name = f"Adam (betas {o.adam_beta1:g} {o.adam_beta2:g}, eps {o.adam_eps:g})"
+    if o.optimizer == "sgd":
+        name = f"SGD (momentum {o.sgd_momentum:g})"
+    elif o.optimizer == "muon":
+        name = f"{_muon_text(config)} and {name}"
+    decay = f"weight decay {o.weight_decay:g}"
+    if o.weight_decay_incr_style != "constant":
+        decay = (
+            f"weight decay {o.start_weight_decay:g} to {o.end_weight_decay:g} "
+            f"({o.weight_decay_incr_style})"
         )
-    return [
-        *lines,
-        "  not counted: padding of flat buffers, scratch memory inside kernels and collectives, "
-        "what libraries take",
-    ]
+    if config.model.use_mup:
+        decay += f", {_mup_text(config)}"
+    return f"{name}, {decay}, " + (f"clipping {o.clip_grad:g}" if o.clip_grad else "no clipping")
 
 
-def traffic_lines(config: Config, plan: Plan) -> list[str]:
-    """The bubble, and a table of what a rank of each stage sends in a step by kind of
-    parallelism."""
-    split = plan.layers_per_stage
-    lines = []
-    stages = len(split)
-    chunks = len(split[0])
-    micro_batches = plan.num_microbatches(plan.train_iters)
-    if stages > 1:
-        of = (
-            f"({chunks} chunks x {micro_batches} micro-batches)"
-            if chunks > 1
-            else f"{micro_batches} micro-batches"
+def _mup_text(config: Config) -> str:
+    """The width relative to that of the tuned learning rate, and what follows."""
+    m = config.model.mup_width
+    scaled = {
+        "sgd": f"learning rate of embeddings, norms and biases x {m:g}",
+        "adam": f"learning rate and eps of matrices / {m:g}",
+        "muon": f"Adam's learning rate and eps of matrices / {m:g}",
+    }[config.optimizer.optimizer]
+    return f"muP of width {m:g} x {config.model.mup_base_hidden_size}: {scaled}"
+
+
+def _muon_text(config: Config) -> str:
+    """Muon's constants."""
+    c = config.muon
+    precision: str = config.precision.main_dtype
+    if c.muon_fp32_matmul_prec == "medium" or (
+        c.muon_fp32_matmul_prec is None and not (config.precision.fp64 or config.training.on_cpu)
+    ):
+        precision = "bfloat16"
+    return c.text(precision)
+
+
+def _by_muon_text(config: Config, plan: Plan) -> str:
+    """Of an optimizer with two rules, the weights that each updates."""
+    if config.optimizer.optimizer != "muon":
+        return ""
+    trained = [spec for spec in plan.parameters if spec.trained]
+    chosen = [spec for spec in trained if by_muon(config, spec)]
+    count = sum(
+        stack.number for spec in chosen for stack in stacks(config.muon, spec.matrices, spec.shape)
+    )
+    size = sum(spec.size for spec in chosen)
+    rest = sum(spec.size for spec in trained) - size
+    return f"{count:,} matrices of {size:,} parameters; by Adam {rest:,}"
+
+
+def schedule_text(config: Config, plan: Plan) -> str:
+    """Warm-up, peak, decay and floor of the learning rate."""
+    o = config.optimizer
+    by_samples = config.training.train_iters is None
+    unit = "sample" if by_samples else "iteration"
+    horizon = (
+        o.lr_decay_samples or config.training.train_samples
+        if by_samples
+        else o.lr_decay_iters or plan.train_iters
+    )
+    if o.lr_warmup_fraction is not None:
+        warmup = f"{o.lr_warmup_fraction:g} of the decay"
+    else:
+        length = o.lr_warmup_samples if by_samples else o.lr_warmup_iters
+        warmup = _count(length, unit) if length else ""
+    text = f"{o.lr:g}"
+    if o.lr_decay_style == "constant":
+        text += ", constant"
+    elif o.lr_decay_style == "inverse-square-root":
+        text += f", inverse-square-root decay, at least {o.min_lr:g}"
+    elif o.lr_decay_style == "WSD-S":
+        ends = (o.lr_wsd_decay_end_samples if by_samples else o.lr_wsd_decay_end_iters) or ()
+        text += f", WSD-S decays to {o.min_lr:g} at {unit}s " + ", ".join(
+            f"{end:,}" for end in (*ends, horizon)
         )
-        group = config.parallel.microbatch_group_size_per_vp_stage
-        bubble = bubble_fraction(stages, micro_batches, chunks, group)
-        lines.append(
-            f"bubble: {bubble:.3f} of a stage's working time = ({stages} stages - 1) / {of}"
+    elif o.lr_decay_style == "power":
+        text += (
+            f" or {o.lr_power_amplitude * plan.batch.final_global_batch_size:g} x tokens^"
+            f"{o.lr_power_exponent:g}, decay to {o.min_lr:g} at {unit} {horizon:,}"
         )
-    sizes = axis_sizes(config, plan)
-    # more than 1 where anything has replicas
-    sizes["dp"] *= sizes["cp"] * sizes["expert_shard"] * sizes["expert_instances"]
-    used = [axis for axis in _AXES if sizes[axis] > 1]
-    if not used:
-        return lines
-    sent = [sent_by_axis(config, plan, stage) for stage in range(stages)]
-    rows = [[f"{row[axis] / 1e6:,.3f}" for axis in used] for row in sent]
-    return [
-        *lines,
-        "MB (10^6 bytes) sent per rank and step, by kind of parallelism; as many are received:",
-        *_table([_AXES[axis] for axis in used], rows, plan),
-    ]
+    else:
+        text += f", {o.lr_decay_style} decay to {o.min_lr:g} at {unit} {horizon:,}"
+    return f"{text}; warm-up {warmup}" if warmup else f"{text}; no warm-up"
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], plan: Plan) -> list[str]:
-    """Right-aligned columns; neighbouring stages of equal rows become one."""
-    groups: list[tuple[list[int], Sequence[str]]] = []
-    for stage, row in enumerate(rows):
-        layers = sum(map(len, plan.layers_per_stage[stage]))
-        if (
-            groups
-            and groups[-1][1] == row
-            and layers == sum(map(len, plan.layers_per_stage[groups[-1][0][0]]))
-        ):
-            groups[-1][0].append(stage)
+def memory_text(config: Config, plan: Plan) -> str:
+    """An estimate of what the fullest rank holds."""
+    most = fit.fullest(config, plan).kinds
+    total = sum(most.values())
+    size, unit = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
+    shares = ", ".join(f"{name} {n / size:.2f}" for name, n in most.items() if n)
+    return f"~{total / size:.2f} {unit} per rank: {shares}"
+
+
+def checkpoint_text(config: Config) -> str:
+    """Where checkpoints are written, and how often."""
+    c = config.checkpoint
+    if not c.save or config.training.skip_train:
+        return "no checkpoint will be saved" + ("" if c.save else " (no --save)")
+    often = (
+        f"every {_count(c.save_interval, 'iteration')} and at the end"
+        if c.save_interval
+        else "at the end"
+    )
+    keeping = f", keeping the last {c.keep_last}" if c.keep_last else ""
+    return f"saved to {c.save} {often}{keeping}"
+
+
+def changed_arguments(config: Config) -> list[str]:
+    """The flags that differ from their defaults, several per line, with the shell's quoting and
+    continuation."""
+    return wrapped_flags(to_args_text(config, leave_out=("local_rank",)).splitlines())
+
+
+def wrapped_flags(flags: Sequence[str]) -> list[str]:
+    """Flags with their values in lines of at most 100 columns, where they fit, that can be pasted
+    into a shell."""
+    lines: list[str] = []
+    for flag in flags:
+        if lines and len(lines[-1]) + 1 + len(flag) + 2 <= WIDTH:
+            lines[-1] += f" {flag}"
         else:
-            groups.append(([stage], row))
-    cells = [
-        ("stage", "layers", *titles),
-        *((_span(stages), _layers(plan, stages), *row) for stages, row in groups),
-    ]
-    width = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width[i]) if i < 2 else cell.rjust(width[i]) for i, cell in enumerate(row)
-        )
-        for row in cells
-    ]
+            lines.append(f"   {flag}")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
-def _span(numbers: Sequence[int] | range) -> str:
-    if not numbers:
-        return "none"
-    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-
-
-def _layers(plan: Plan, stages: Iterable[int]) -> str:
-    """`0-4`; `0-1 + 8-9` of two chunks, `0-1 + 8-9 + ...` of more; `12 each` of several stages."""
-    stages = list(stages)
-    chunks = plan.layers_per_stage[stages[0]]
-    if len(stages) > 1:
-        layers = sum(map(len, chunks))
-        return f"{layers} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")
-    return " + ".join([*map(_span, chunks[:2]), *["..."] * (len(chunks) > 2)])
-
-
-def vocabulary(config: Config) -> tuple[int, str]:
-    """(size, where it comes from) of the vocabulary as far as it is known without building the
-    tokenizer."""
-    d = config.data
-    if d.vocab_size is not None:
-        return d.vocab_size, "--vocab-size"
-    if d.tokenizer == "TikTokenizer":
-        return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
-    if d.tokenizer == "ByteTokenizer":
-        return BYTE_VOCAB_SIZE, "ByteTokenizer's"
-    if d.tokenizer_model and (size := ids_in_file(d.tokenizer, d.tokenizer_model)):
-        return size, f"--tokenizer-model {d.tokenizer_model}"
-    if d.tokenizer == "GPT2BPETokenizer" and d.vocab_file and os.path.isfile(d.vocab_file):
-        try:
-            size = len(read_json(d.vocab_file))
-            return max(1, size), f"--vocab-file {d.vocab_file}"
-        except (OSError, ValueError, TypeError):
-            # building the tokenizer says what is wrong with it
-            pass
-    return _GPT2_VOCABULARY, "assumed, GPT-2's; give --vocab-size to plan for another"
-
-
-def print_plan(line: CommandLine) -> Plan:
-    """What --dry-run prints first; the plan."""
-    size, source = vocabulary(line.config)
-    plan = make_plan(line.config, line.world_size, size)
-    lines = [
-        *line.notes,
-        f"plan for {line.world_size} rank{'s' * (line.world_size > 1)} (vocabulary: {source})",
-    ]
-    log.print_line("\n".join([*lines, *(f"  {text}" for text in describe(line.config, plan))]))
-    return plan
+def noted(notes: Sequence[str]) -> list[str]:
+    """Notes and warnings under one label."""
+    return [" notes", *(_wrapped(text, "   ", "     ") for text in notes)] if notes else []

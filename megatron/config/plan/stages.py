@@ -2,16 +2,72 @@
 
 from __future__ import annotations
 
-Split = tuple[tuple[range, ...], ...]
+from megatron.config.parallel import (
+    CHUNKS,
+    EMBEDDING,
+    FIRST,
+    GROUP,
+    LAST,
+    LAYOUT,
+    LOSS,
+    PER_CHUNK,
+    ParallelConfig,
+    Split,
+)
 
-LAYOUT = "--pipeline-model-parallel-layout"
-FIRST = "--decoder-first-pipeline-num-layers"
-LAST = "--decoder-last-pipeline-num-layers"
-PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
-CHUNKS = "--num-virtual-stages-per-pipeline-rank"
-GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-EMBEDDING = "--account-for-embedding-in-pipeline-split"
-LOSS = "--account-for-loss-in-pipeline-split"
+
+def split(layers: int, p: ParallelConfig, depths: int = 0) -> Split:
+    """The layers of each stage's chunks, as the flags say; multi-token prediction's `depths` are on
+    the last. Raises ValueError with flags, values and
+    remedy where there is no such split."""
+    stages = p.pipeline_model_parallel_size
+    ends = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
+    counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
+    _only_one_split(p)
+    if p.pipeline_model_parallel_layout is not None:
+        from megatron.config.plan.pipeline_layout import parse_layout
+
+        return parse_layout(
+            p.pipeline_model_parallel_layout,
+            layers,
+            stages,
+            p.num_virtual_stages_per_pipeline_rank,
+            depths,
+        )
+    chunks = chunks_per_stage(
+        layers,
+        stages,
+        p.num_layers_per_virtual_pipeline_stage,
+        p.num_virtual_stages_per_pipeline_rank,
+        uneven=ends != (None, None),
+        counted=sum(counted),
+    )
+    if any(counted):
+        from megatron.config.plan.pipeline_layout import split_with_ends
+
+        return split_with_ends(layers, stages, chunks, *counted)
+    return split_layers(layers, stages, chunks, *ends)
+
+
+def _only_one_split(p: ParallelConfig) -> None:
+    """Raise ValueError where two of the flags that split the layers over stages exclude each
+    other, as in Megatron."""
+    flags = {
+        LAYOUT: p.pipeline_model_parallel_layout is not None,
+        PER_CHUNK: p.num_layers_per_virtual_pipeline_stage is not None,
+        FIRST: p.decoder_first_pipeline_num_layers is not None,
+        LAST: p.decoder_last_pipeline_num_layers is not None,
+        EMBEDDING: p.account_for_embedding_in_pipeline_split,
+        LOSS: p.account_for_loss_in_pipeline_split,
+    }
+    typed = [flag for flag, is_given in flags.items() if is_given]
+    for name, excluded in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
+        against = [flag for flag in typed if flag in excluded and flag != name]
+        if name in typed and against:
+            raise ValueError(
+                f"{name} and {' and '.join(against)}: each says which layers a stage has; give "
+                "only one of them [flags-exclude-each-other]"
+            )
 
 
 def chunks_per_stage(

@@ -7,7 +7,8 @@ import math
 from collections import Counter
 
 from megatron.config.muon import at_a_time
-from megatron.config.plan.costs import Sizes
+from megatron.config.plan.buckets import unit_of
+from megatron.config.plan.costs import MicroBatchSizes
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.plan import (
     BYTES,
@@ -16,7 +17,9 @@ from megatron.config.plan.plan import (
     expert_shards,
     flat_layout,
     fp8_layers,
+    passes,
     shards,
+    shares_units,
 )
 from megatron.config.plan.transfer import (
     Transfer,
@@ -29,6 +32,24 @@ from megatron.model.blocks.block import AFTER_MLP
 
 # Kinds of requests that travel with the loss: the fields of training/result.py:Requests.
 REQUESTS = 5
+# The kind of parallelism that what goes along an axis is counted for; others carry a few bytes.
+PARALLELISM = {
+    "tp": "tp",
+    "etp": "tp",
+    "ep": "ep",
+    "cp": "cp",
+    "cp_heads": "cp",
+    "cp_ring": "cp",
+    "pp": "pp",
+    "pp_gradients": "pp",
+    "ends": "pp",
+    "shard": "dp",
+    "instances": "dp",
+    "dp_cp": "dp",
+    "dp": "dp",
+    "expert_shard": "dp",
+    "expert_instances": "dp",
+}
 
 
 def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
@@ -37,6 +58,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
     replicas = plan.data_parallel_size * config.parallel.context_parallel_size
     tp = p.tensor_model_parallel_size
     pp = p.pipeline_model_parallel_size
+    cp_heads, cp_ring = p.split_context("a2a+p2p")
     shard = shards(config, plan)
     expert_shard = expert_shards(config, plan)
     return {
@@ -44,6 +66,8 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "ep": p.expert_model_parallel_size,
         "etp": p.expert_tensor_parallel,
         "cp": p.context_parallel_size,
+        "cp_heads": cp_heads,
+        "cp_ring": cp_ring,
         "dp": plan.data_parallel_size,
         "dp_cp": replicas,
         "pp": pp,
@@ -61,7 +85,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
 def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     """All that a rank of a pipeline stage sends in a training step (the one with the most
     micro-batches)."""
-    sizes = Sizes(config, plan)
+    sizes = MicroBatchSizes(config, plan)
     chunks = plan.layers_per_stage[stage]
     micro_batches = plan.num_microbatches(plan.train_iters)
     last = stage == len(plan.layers_per_stage) - 1
@@ -75,11 +99,20 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
         *_links(config, sizes, len(chunks), stage == 0, last),
     ]
-    if stage == 0:  # the embedding's result, and its gradient
-        per_micro_batch += [*summed_result(sizes), *gathered_input(sizes)]
+    depths = len(config.model.mtp_layers) if last else 0
+    if last:  # multi-token prediction's layers
+        for number in config.model.mtp_layers:
+            per_micro_batch += _layers(config, sizes, range(number, number + 1))
+    # the embedding's result, and its gradient
+    embedded = [*summed_result(sizes), *gathered_input(sizes)]
+    per_micro_batch += times((stage == 0) + depths, embedded)
     if last:  # the output layer's input, forward and backward, and its gradient
-        per_micro_batch += [*times(2, gathered_input(sizes)), *summed_result(sizes)]
-        per_micro_batch += [Transfer("tp", "all-reduce", 2, 3 * sizes.tokens * sizes.loss)]
+        head = [*times(2, gathered_input(sizes)), *summed_result(sizes)]
+        per_micro_batch += times(1 + depths, head)
+        # three numbers of each token, of a depth also the largest logit, for the log
+        numbers = (3 + 4 * depths) * sizes.tokens
+        sums = Transfer("tp", "all-reduce", 2 * (1 + depths), numbers * sizes.loss)
+        per_micro_batch.append(sums)
     sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
         for t in per_micro_batch
@@ -94,15 +127,11 @@ def sent_by_axis(config: Config, plan: Plan, stage: int) -> dict[str, int]:
     dp has all that concerns gradients and weights of replicas, pp the tied embedding too; numbers
     of a few bytes that all ranks sum (losses, norms) are omitted.
     """
-    names = {"ends": "pp", "pp_gradients": "pp", "etp": "tp"} | dict.fromkeys(
-        ("shard", "instances", "dp_cp", "expert_shard", "expert_instances"), "dp"
-    )
     axes = axis_sizes(config, plan)
     nbytes = dict.fromkeys(("tp", "ep", "cp", "dp", "pp"), 0)
     for transfer in transfers(config, plan, stage):
-        name = names.get(transfer.axis, transfer.axis)
-        if name in nbytes:
-            nbytes[name] += transfer.sent(axes[transfer.axis])
+        if transfer.axis in PARALLELISM:
+            nbytes[PARALLELISM[transfer.axis]] += transfer.sent(axes[transfer.axis])
     return nbytes
 
 
@@ -116,7 +145,7 @@ def _merged(sent: list[Transfer], axes: dict[str, int]) -> list[Transfer]:
     return [Transfer(*kind, *total) for kind, total in totals.items()]
 
 
-def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
+def _layers(config: Config, sizes: MicroBatchSizes, chunk: range) -> list[Transfer]:
     """Of a chunk's layers for one micro-batch: forward, backward, and forward again where it is
     recomputed."""
     m = config.model
@@ -139,7 +168,9 @@ def _layers(config: Config, sizes: Sizes, chunk: range) -> list[Transfer]:
     return sent
 
 
-def _links(config: Config, sizes: Sizes, chunks: int, first: bool, last: bool) -> list[Transfer]:
+def _links(
+    config: Config, sizes: MicroBatchSizes, chunks: int, first: bool, last: bool
+) -> list[Transfer]:
     """Hidden states to the next virtual stage and their gradients to the one before."""
     m = config.model
     element_bytes = sizes.itemsize if m.apply_residual_connection_post_layernorm else sizes.residual
@@ -155,12 +186,15 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     then the weights."""
     p = config.precision
     sent = []
+    by_unit = shares_units(config, plan)
+    often, gathers = _of_units(config, plan, stage) if by_unit else (1, Counter[int]())
+    names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
     for bucket in flat_layout(config, plan, stage).buckets:
         elements = bucket.stop - bucket.start
         nbytes = elements * BYTES[p.grad_dtype]
         sharers = bucket.shards
         of = "expert_" if bucket.experts else ""
-        sent += [Transfer(axis, "all-reduce", 1, nbytes) for axis in bucket.partial]
+        gathered = gathers[unit_of(names[bucket.members[0]])] if gathers else 1
         kinds = ("reduce-scatter", "all-gather")
         calls = 1
         largest = nbytes // sharers
@@ -171,12 +205,26 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
             kinds = ("reduce", "broadcast")
             calls = len(owned)
             largest = max(owned) * BYTES[p.grad_dtype]
+        # what ranks share by unit is summed over these when it is reduced
+        summed = largest if by_unit else nbytes
+        sent += [Transfer(axis, "all-reduce", 1, summed) for axis in bucket.partial]
+        weights = elements * BYTES[p.params_dtype]
         sent += [
             Transfer(f"{of}instances", "all-reduce", 1, largest),
-            Transfer(f"{of}shard", kinds[0], calls, nbytes),
-            Transfer(f"{of}shard", kinds[1], calls, elements * BYTES[p.params_dtype]),
+            Transfer(f"{of}shard", kinds[0], often * calls, often * nbytes),
+            Transfer(f"{of}shard", kinds[1], gathered * calls, gathered * weights),
         ]
     return sent
+
+
+def _of_units(config: Config, plan: Plan, stage: int) -> tuple[int, Counter[int]]:
+    """How often a step reduces each unit, and how often it gathers which; nothing where they are
+    gathered once, after the update."""
+    micro_batches = plan.num_microbatches(plan.train_iters)
+    gathers: Counter[int] = Counter()
+    for each in passes(config, plan, stage):
+        gathers += each.gathers
+    return micro_batches, Counter({u: n * micro_batches for u, n in gathers.items()})
 
 
 def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
@@ -186,7 +234,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
     layout = flat_layout(config, plan, stage)
     element_bytes = BYTES[config.precision.main_dtype]
-    tensors = 1 if config.muon.muon_neuron_beta2 is None else 2
+    tensors = config.muon.states
     most: list[Transfer] = []
     for rank in range(layout.shards):
         shards = [rank * axes[axis] // layout.shards for axis in ("shard", "expert_shard")]
@@ -209,7 +257,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     return most
 
 
-def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
+def _scalars(config: Config, sizes: MicroBatchSizes) -> list[Transfer]:
     """Loss, tokens, requests and what features count over all ranks; norm, overflow and zeros over
     the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
@@ -220,8 +268,12 @@ def _scalars(config: Config, sizes: Sizes) -> list[Transfer]:
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
     numbers = 2 + REQUESTS + config.model.router_numbers
+    numbers += 4 * len(config.model.mtp_layers)  # sums and counts of losses and predictions
     numbers += sum(demands.step_numbers for demands in config.demands)
+    recorded = bool(config.scored_by)
+    scores = config.model.num_layers * config.model.num_attention_heads
     return [
+        Transfer("world", "all-reduce", recorded, recorded * scores * sizes.wide),
         Transfer("world", "all-reduce", 1, numbers * 8),
         Transfer("optimizer", "all-reduce", sums, sums * 8),
     ]

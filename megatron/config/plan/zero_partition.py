@@ -4,65 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from megatron.config.muon import MuonConfig, stacks
-from megatron.config.plan.parameter_spec import Matrices
-from megatron.config.tree import Config
+from megatron.config.plan.buckets import Owners, Partition, Shared
 
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
-
-
-Owners = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Partition:
-    """`order`: the parameters' numbers as they are walked; `owners`: of each, by its number,
-    (elements, owner), or () where ranks share it in equal ranges. `apart`: those that share no
-    bucket with others, since a rank's pieces of a bucket must be one range. `costs`: what Muon
-    multiplies in a Newton-Schulz step, by rank, for weights that the same ranks share."""
-
-    order: tuple[int, ...]
-    owners: tuple[Owners, ...]
-    apart: frozenset[int] = frozenset()
-    costs: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def longest_share(self) -> float:
-        """The most that a rank has to compute, over the mean of all; where other ranks share the
-        experts, the most that it may have."""
-        most = sum(max(each) for each in self.costs)
-        return most / sum(sum(each) / len(each) for each in self.costs)
-
-
-class Shared(NamedTuple):
-    """A parameter that `shards` ranks share, its shapes on one rank and in the model. `experts`: do
-    other ranks share it than what is not of experts? `matrices`: what Muon updates of it."""
-
-    name: str
-    local_shape: Sequence[int]
-    shape: Sequence[int]
-    shards: int
-    experts: bool
-    matrices: Matrices | None = None
-
-
-Assign = Callable[[Sequence[Shared]], Partition]
-
-
-def assignment(config: Config) -> Assign | None:
-    """How whole parameters are assigned to ranks; None: all are shared in equal ranges."""
-    if config.optimizer.optimizer == "muon":
-        return partial(whole_matrices, config.muon)
-    if config.parallel.zero_partition == "whole-params":
-        return lambda params: whole_parameters(
-            [p.name for p in params], [p.local_shape for p in params], params[0].shards
-        )
-    return None
 
 
 def whole_matrices(config: MuonConfig, params: Sequence[Shared]) -> Partition:

@@ -8,7 +8,7 @@ import os
 from megatron.data.indexed_dataset import idx_path
 from megatron.data.parts import part_set
 
-PARTIAL = ".partial-"  # in names of pairs that are being written, see IndexedDatasetBuilder
+PARTIAL = ".partial-"  # in names of pairs that are being written
 
 
 def expand(word: str) -> list[str]:

@@ -370,7 +370,7 @@ def _environment(jinja2: Any) -> Any:
     """The environment in which transformers runs templates: the same settings, filters and
     functions."""
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """{% generation %} ... {% endgeneration %}: the text between, with a mark at each end."""
 
         tags = frozenset({"generation"})
@@ -393,7 +393,7 @@ def _environment(jinja2: Any) -> Any:
             super().__setitem__(name, value)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raiser(jinja2.TemplateError)

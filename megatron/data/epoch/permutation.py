@@ -44,8 +44,11 @@ class Permutation:
         rows = self._rows
         columns = self._columns
         while True:
+            # the place in the grid: high is its row, low its column
             high, low = divmod(index, columns)
             for even, odd in self._keys:
+                # Half a round moves the row by a hash of the column, the other half the column by
+                # a hash of the new row; 4294967296 is 2^32, which drops the weak low bits.
                 mixed = (low ^ even) * 0x9E3779B97F4A7C15 & MASK
                 high = (
                     high + ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK) // 4294967296
@@ -54,6 +57,8 @@ class Permutation:
                 low = (
                     low + ((mixed ^ mixed >> 31) * 0x9E3779B97F4A7C15 & MASK) // 4294967296
                 ) % columns
+            # The grid has a few places more than there are values: one of those is put through
+            # again, which ends, since the cycle goes on to a value.
             index = high * columns + low
             if index < size:
                 return index

@@ -37,7 +37,7 @@ Bounds = tuple[float, float] | None  # of a corpus, as `blended_dataset.parse_sp
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """One split's part of a token file: its sequences and documents, and where its tokens are in
     the .bin."""
 
@@ -57,7 +57,7 @@ class TokenFile:
     documents: int
     bin_bytes: int
     head: bytes
-    spans: Mapping[int, Span]
+    spans: Mapping[int, FileSpan]
 
     @property
     def tokens(self) -> int:
@@ -238,13 +238,13 @@ def _token_file(index: _Index, tokens: TokenBytes, split_bounds: Sequence[Bounds
     return TokenFile(prefix, index.dtype, count, index.documents, tokens.size, head, spans)
 
 
-def _span(index: _Index, bounds: tuple[float, float]) -> Span:
+def _span(index: _Index, bounds: tuple[float, float]) -> FileSpan:
     sequences = split_range(bounds, index.sequences)
     size = index.dtype.itemsize
     first = index.cut(sequences.start)
     end = index.cut(sequences.stop)
     documents = index.documents_before(sequences.stop) - index.documents_before(sequences.start)
-    return Span(sequences, documents, first // size, (end - first) // size)
+    return FileSpan(sequences, documents, first // size, (end - first) // size)
 
 
 def read_token_files(prefixes: Sequence[str], split_bounds: Sequence[Bounds]) -> list[TokenFile]:

@@ -9,16 +9,13 @@ that reads, and fetches those that are not there.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import NamedTuple
 
 from megatron import log
-from megatron.config.data import DataConfig
 from megatron.data.object_storage.block_cache import (
     BlockCache,
     Needed,
@@ -26,24 +23,10 @@ from megatron.data.object_storage.block_cache import (
     block_cache,
 )
 from megatron.data.sample_lookup import Dataset
+from megatron.data.samples import Ahead
 
 THREADS = 16  # that wait for the store side by side
 FULL = 0.2  # seconds between two looks whether the cache has room
-
-
-class Ahead(NamedTuple):
-    """How many micro-batches are fetched ahead, into the cache of which directory."""
-
-    folder: str
-    micro_batches: int
-
-
-def ahead_of(data: DataConfig, per_iteration: int) -> Ahead | None:
-    """What the flags ask for, with so many micro-batches in an iteration; None for nothing."""
-    folder = data.object_storage_cache_path
-    if folder is None or not data.object_storage_prefetch:
-        return None
-    return Ahead(os.path.abspath(folder), data.object_storage_prefetch * per_iteration)
 
 
 class ReadAhead:

@@ -13,8 +13,8 @@ from megatron.data.parts.part_set import PartSet
 from megatron.data.parts.plan import Unit
 from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
 from megatron.data.preprocess.encode_files import (
+    EncodeLimits,
     Held,
-    Limits,
     descriptions,
     encoded_blocks,
     trailer_of,
@@ -22,7 +22,7 @@ from megatron.data.preprocess.encode_files import (
 from megatron.data.preprocess.resumable_writer import Unfinished
 
 
-class Totals(NamedTuple):
+class CorpusTotals(NamedTuple):
     """What parts have: `bytes` of text as read; `having`: documents with each of the job's
     `metadata_keys`."""
 
@@ -33,10 +33,10 @@ class Totals(NamedTuple):
     bad: int = 0
     having: tuple[int, ...] = ()
 
-    def plus(self, more: Totals) -> Totals:
+    def plus(self, more: CorpusTotals) -> CorpusTotals:
         """Both together."""
         having = itertools.zip_longest(self.having, more.having, fillvalue=0)
-        return Totals(
+        return CorpusTotals(
             self.parts + more.parts,
             self.documents + more.documents,
             self.tokens + more.tokens,
@@ -52,7 +52,7 @@ class Corpus:
     each pair. Picklable."""
 
     job: Job
-    limits: Limits
+    limits: EncodeLimits
     identity: Mapping[str, Any]
     units: tuple[Unit, ...]
     sets: tuple[PartSet, ...]
@@ -62,11 +62,11 @@ class Corpus:
         number: int,
         report: Callable[[Encoded], object] = lambda encoded: None,
         held: Held = contextlib.nullcontext,
-    ) -> Totals:
+    ) -> CorpusTotals:
         """Make the part, unless it is whole; what of it was made here. `report` hears of each
         block, and `held` is a context that nothing stops half-way. Raises ValueError and
         OSError."""
-        counts = Totals()
+        counts = CorpusTotals()
         unit = self.units[number]
 
         def write(folder: str) -> None:
@@ -92,8 +92,8 @@ class Corpus:
                 with held():
                     described = descriptions(self.job, tokenizer, work)
                     work.finish([{**each, **record} for each in described])
-            counts = Totals(
+            counts = CorpusTotals(
                 1, work.documents, sum(work.tokens), work.done, work.bad, tuple(work.having)
             )
 
-        return counts if making.make(self.sets, number, write) else Totals()
+        return counts if making.make(self.sets, number, write) else CorpusTotals()

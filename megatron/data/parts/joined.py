@@ -20,7 +20,7 @@ KIND = "PartSet"
 MOST_OPEN = 1024  # parts whose .bin is open; beyond, the one opened first is closed
 
 
-class Pair(Protocol):
+class JoinedPair(Protocol):
     """What is read of a part: `indexed_dataset.IndexedDataset`."""
 
     dtype: np.dtype
@@ -41,7 +41,7 @@ class Joined:
     the parts; where that cannot be written, at every start in memory.
     """
 
-    def __init__(self, prefix: str, open_pair: Callable[[str], Pair]) -> None:
+    def __init__(self, prefix: str, open_pair: Callable[[str], JoinedPair]) -> None:
         self._plan = read_plan(prefix)
         files = [record["files"] for record in self._plan.records()]
         self._ends = list(accumulate(file["bin"]["bytes"] for file in files))

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.checksums import table_sum
 from megatron.data.token_bytes import size_of
-from megatron.small_files import make_directories, read_json
+from megatron.small_files import make_directories, read_json, replace_text
 
 FOLDER = ".parts"
 FORMAT = 1
@@ -112,16 +111,8 @@ class PartSet:
             "job": dict(self.job),
             "made_of": list(self.made_of),
         }
-        partial = f"{plan_path(self.prefix)}.{uuid.uuid4().hex}.tmp"
-        try:
-            with open(partial, "x", encoding="utf-8") as file:
-                json.dump({**table, "checksum": table_sum(table)}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, plan_path(self.prefix))
-        finally:
-            if os.path.exists(partial):
-                os.unlink(partial)
+        text = json.dumps({**table, "checksum": table_sum(table)})
+        replace_text(plan_path(self.prefix), text)
 
 
 def joined_note(prefix: str) -> dict[str, Any]:

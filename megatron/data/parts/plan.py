@@ -25,7 +25,7 @@ joined. A set has no closing step: where PREFIX.parts/ exists and PREFIX.idx doe
 `IndexedDataset` reads the parts as PREFIX (`joined`).
 
 **Engine.** What runs the tasks needs a `corpus.Corpus`, which is picklable. Its `make` may be
-called for any part, anywhere, any number of times. `ray_engine` is one; nothing else knows Ray.
+called for any part, anywhere, any number of times. An add-on may have one (part_engine.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
 from megatron.data.preprocess.jsonl import bounded_record_of, texts_of, texts_under
-from megatron.data.preprocess.readers import RECORD_BYTES, Block, too_long
+from megatron.data.preprocess.readers import RECORD_BYTES, FileBlock, too_long
 from megatron.data.preprocess.trial import failure, try_first
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 
@@ -83,6 +83,11 @@ class Encoded(NamedTuple):
     def documents(self) -> int:
         """How many documents the block has."""
         return len(self.counts[0])
+
+    @property
+    def tokens(self) -> int:
+        """How many ids the block has, of all keys."""
+        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self.lengths)
 
     def share(
         self, key: int, first: int, partition: int, partitions: int
@@ -146,7 +151,7 @@ class Encoder:
         self._files = [[os.open(path, os.O_WRONLY) for path in files] for files in paths]
         self._pending: dict[int, tuple[Encoded, list[list[np.ndarray]]]] = {}
 
-    def encode(self, block: Block) -> Encoded:
+    def encode(self, block: FileBlock) -> Encoded:
         """Tokenize a block. A bad line is noted and skipped, also one at which the tokenizer fails;
         a blank one is counted."""
         keys = self._job.keys
@@ -202,8 +207,7 @@ class Encoder:
                     lengths[key][-1] += 1
                     ids[key].append(self._end)
         mark[1] = 0
-        if not lines:
-            bad.append((0, "the file is empty"))
+        blank += not lines  # an empty file
         small = [
             [np.asarray(numbers, np.int32) for numbers in table] for table in (lengths, counts)
         ]
@@ -294,7 +298,7 @@ def _write_at(file: int, arrays: Sequence[np.ndarray], offset: int) -> None:
 
 
 def records(
-    block: Block, keys: Sequence[str], metadata_keys: Sequence[str] = ()
+    block: FileBlock, keys: Sequence[str], metadata_keys: Sequence[str] = ()
 ) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
     """For each line or row what gives its texts under each key and what is kept of `metadata_keys`
     (None if it is blank; raises ValueError), and its bytes."""
@@ -320,7 +324,7 @@ def records(
 
 
 def conversations(
-    block: Block, job: Job, chat: ChatTemplate
+    block: FileBlock, job: Job, chat: ChatTemplate
 ) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
     """For each line or row what gives [[messages, tools]] of it and what is kept of the metadata
     (None if it is blank; raises ValueError), and its bytes."""
@@ -358,7 +362,7 @@ Line = TypeVar("Line")
 
 
 def _lines(
-    block: Block, read: Callable[[memoryview], Line]
+    block: FileBlock, read: Callable[[memoryview], Line]
 ) -> Iterator[tuple[Callable[[], Line], int]]:
     """For each line of a block `read` of it, to be called, and its bytes."""
     data = block.content()

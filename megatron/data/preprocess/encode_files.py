@@ -12,7 +12,7 @@ from typing import Any
 from megatron.data.document_sources import Trailer
 from megatron.data.packed.loss_mask import count_trained
 from megatron.data.preprocess.encode import Encoded, Job
-from megatron.data.preprocess.readers import Block, Reader
+from megatron.data.preprocess.readers import FileBlock, FileReader
 from megatron.data.preprocess.resumable_writer import BadRecords, Unfinished
 from megatron.data.preprocess.trial import SECONDS
 from megatron.data.preprocess.workers import encode_all
@@ -23,7 +23,7 @@ Held = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class EncodeLimits:
     """`workers`: processes; `seconds`: in which a record must be tokenized; `bad_records`: that may
     be skipped; `txt_lines`: whether each line of a .txt file is a document."""
 
@@ -35,18 +35,18 @@ class Limits:
 
 def encoded_blocks(
     job: Job,
-    limits: Limits,
+    limits: EncodeLimits,
     files: Sequence[str],
     work: Unfinished,
     held: Held,
     span: tuple[int, int] | None = None,
     opened: Callable[[str], object] = lambda file: None,
-) -> Iterator[tuple[Block, Encoded]]:
+) -> Iterator[tuple[FileBlock, Encoded]]:
     """Each block of the files, or of the bytes or rows `span` of the one file, that has been
     written; what is done with it is within `held`, which nothing stops half-way. `opened` is called
     with each file's name. Raises ValueError and OSError."""
     needed, optional = job.columns
-    reader = Reader(files, needed, limits.txt_lines, optional, span)
+    reader = FileReader(files, needed, limits.txt_lines, optional, span)
     bad = BadRecords(limits.bad_records, work.bad)
     results = encode_all(
         job,

@@ -11,8 +11,9 @@ import glob
 import io
 import itertools
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron.data.preprocess.unpack import BROKEN, ParquetRows, unpacked
@@ -29,6 +30,18 @@ PACKED = {
     b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
 }
 PARQUET = b"PAR1"
+TEXT_SUFFIXES = (".txt", ".md", ".markdown", ".rst", ".text")  # of files that are one document
+RECORD_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
+# What a table's column is made of JSON Lines with; any other reader of CSV does as well.
+_FROM_CSV = (
+    "python -c 'import csv, json, sys; [print(json.dumps(row)) for row in "
+    "csv.DictReader(open(sys.argv[1]){delimiter})]' {file} > {stem}.jsonl, then --input "
+    "{stem}.jsonl --json-keys COLUMN"
+)
+_FROM_LIST = (
+    "python -c 'import json, sys; [print(json.dumps(row)) for row in "
+    "json.load(open(sys.argv[1]))]' {file} > {stem}.jsonl"
+)
 
 
 class InputPosition(NamedTuple):
@@ -40,7 +53,7 @@ class InputPosition(NamedTuple):
     line: int = 1
 
 
-class Block(NamedTuple):
+class FileBlock(NamedTuple):
     """Successive lines of a file (`kind` "jsonl" or "lines"), a whole one ("text"), rows of a
     parquet file ("rows"), or a line, text or row of more than RECORD_BYTES ("long"), without its
     bytes.
@@ -99,7 +112,7 @@ class Block(NamedTuple):
         return data
 
 
-class Reader:
+class FileReader:
     """Cuts files into blocks, from a place on. `keys` are the columns of parquet files, `optional`
     more that may be missing, with None in each row; `txt_lines` takes each line of a .txt file for
     a document, not the whole file. With `span` the lines of the one file that begin in these bytes,
@@ -119,7 +132,9 @@ class Reader:
         self._optional = optional
         self._span = span
 
-    def blocks(self, position: InputPosition, opened: Callable[[str], object]) -> Iterator[Block]:
+    def blocks(
+        self, position: InputPosition, opened: Callable[[str], object]
+    ) -> Iterator[FileBlock]:
         """All blocks in order; `opened` is called with each file's name. An empty file gives one
         block without bytes. None has more than BLOCK_BYTES + RECORD_BYTES.
 
@@ -135,7 +150,7 @@ class Reader:
             try:
                 with open(name, "rb") as raw:
                     for kind, start, end, data, read in self._cut(raw, name, begin):
-                        yield Block(number, index, name, kind, start, end, data, done + read)
+                        yield FileBlock(number, index, name, kind, start, end, data, done + read)
                         number += 1
                     done += os.fstat(raw.fileno()).st_size
             except BROKEN as error:
@@ -218,7 +233,7 @@ def _kind_of(name: str) -> tuple[str, str]:
 
 def _kind_of_text(name: str, txt_lines: bool) -> str:
     """What the blocks of a file are whose name, without the suffix of a packed one, is this."""
-    if not name.endswith(".txt"):
+    if not name.endswith(TEXT_SUFFIXES):
         return "jsonl"
     return "lines" if txt_lines else "text"
 
@@ -322,28 +337,40 @@ def _line_end(raw: io.BufferedReader, position: int, size: int) -> int:
     return size
 
 
-def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files that paths and globs name, each glob's in sorted order; and what is wrong with
-    them."""
+class Inputs(NamedTuple):
+    """The files that paths and globs name; what is wrong with them; what is worth a line."""
+
+    files: list[str]
+    problems: list[str]
+    notes: list[str]
+
+
+def input_files(patterns: Sequence[str]) -> Inputs:
+    """The files that paths, directories and globs name, those of each glob or directory in sorted
+    order. A directory is walked for files of text and of records; hidden ones are passed by."""
     files: list[str] = []
     problems: list[str] = []
+    notes: list[str] = []
     for pattern in patterns:
         matches = (
             [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         )
-        if not matches:
-            problems.append(
-                f"--input {pattern}: no such file (looked in {os.getcwd()}); give a .jsonl file "
-                "or a glob [file-not-readable]"
-            )
+        if os.path.isdir(pattern):
+            matches, others = _walked(pattern)
+            if not matches:
+                problems.append(
+                    f"--input {pattern}: the directory has no file that ends in "
+                    f"{', '.join(TEXT_SUFFIXES + RECORD_SUFFIXES)}{others and f', but {others}'}; "
+                    "rename those that are text [input-without-text]"
+                )
+            elif others:
+                notes.append(f"--input {pattern}: not read: {others}")
+        elif not matches:
+            problems.append(_missing(pattern))
         for file in matches:
             if os.path.isdir(file):
-                if file == pattern:
-                    problems.append(
-                        f"--input {file}: is a directory; give its files: "
-                        f"{Path(file) / '*.jsonl'} [path-is-a-directory]"
-                    )
-            elif not os.access(file, os.R_OK):
+                continue  # a glob's
+            if not os.access(file, os.R_OK):
                 problems.append(
                     f"--input {file}: cannot be read; check its permissions [file-not-readable]"
                 )
@@ -353,5 +380,67 @@ def input_files(patterns: Sequence[str]) -> tuple[list[str], list[str]]:
                     "[input-given-twice]"
                 )
             else:
+                problems += _other_format(file)
                 files.append(file)
-    return files, problems
+    return Inputs(files, problems, notes)
+
+
+def _walked(folder: str) -> tuple[list[str], str]:
+    """The files of text and of records below a folder, and how many others there are, by suffix."""
+    files = []
+    others: Counter[str] = Counter()
+    for path, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            plain = _without_packing(name).lower()
+            if plain.endswith(TEXT_SUFFIXES + RECORD_SUFFIXES):
+                files.append(os.path.join(path, name))
+            else:
+                others[os.path.splitext(plain)[1] or "without a suffix"] += 1
+    return files, ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+
+
+def _without_packing(name: str) -> str:
+    suffix = next((suffix for _, suffix in PACKED.values() if name.endswith(suffix)), "")
+    return name.removesuffix(suffix)
+
+
+def _missing(pattern: str) -> str:
+    where = f"--input {pattern}: no such file (looked in {os.getcwd()})"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", pattern) and "." not in os.path.splitext(pattern)[1]:
+        return (
+            f"{where}; a data set of the Hugging Face hub: --input hf://{pattern}, or hf download "
+            f"{pattern} --repo-type dataset --local-dir DIR, then --input DIR [file-not-readable]"
+        )
+    return f"{where}; give a file, a directory or a glob [file-not-readable]"
+
+
+def _other_format(file: str) -> Iterator[str]:
+    """What is wrong with a file that is neither text nor JSON Lines nor parquet, by its name and
+    its beginning."""
+    name = _without_packing(file)
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() in (".csv", ".tsv"):
+        delimiter = ', delimiter="\\t"' * (suffix.lower() == ".tsv")
+        yield (
+            f"--input {file}: {suffix[1:].upper()} is not read; make JSON Lines of it: "
+            f"{_FROM_CSV.format(file=name, stem=stem, delimiter=delimiter)} [input-format-not-read]"
+        )
+        return
+    if not os.path.isfile(file) or name.endswith(TEXT_SUFFIXES) or name != file:
+        return
+    with open(file, "rb") as raw:
+        start = raw.read(SCAN)
+    if start.startswith((*PACKED, PARQUET)):
+        return
+    begin = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if suffix == ".json" and begin == b"[":
+        yield (
+            f"--input {file}: is one JSON list, and each line must hold one record; make JSON "
+            f"Lines of it: {_FROM_LIST.format(file=file, stem=stem)} [input-format-not-read]"
+        )
+    elif begin not in (b"", b"{", b"[") and not name.endswith(RECORD_SUFFIXES):
+        remedy = "if it is text, let its name end in .txt"
+        if start.startswith(b"%PDF") or b"\0" in start:
+            remedy = "it is no text; extract its text first (pdftotext, pandoc, unzip)"
+        yield f"--input {file}: is not JSON Lines; {remedy} [input-format-not-read]"

@@ -35,9 +35,9 @@ from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.preprocess.dataset_writer import write_index
 from megatron.data.preprocess.encode import Encoded, Order
-from megatron.data.preprocess.readers import Block, InputPosition
+from megatron.data.preprocess.readers import FileBlock, InputPosition
 from megatron.data.tokenizers.metadata import json_path
-from megatron.small_files import fsync, make_directories, read_json
+from megatron.small_files import fsync, make_directories, read_json, replace_text
 
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at
 # the end
@@ -100,7 +100,8 @@ class Unfinished:
 
     `position`: where reading resumes. Counts, over all runs: `documents`, `blank` lines, `empty`
     texts, `tokens` and `text_bytes` for each key, `done` bytes of documents. `resumed`: whether
-    there was something to resume; `discarded`: why it was not resumed. `finishing`:
+    there was something to resume; `in_file`: documents and tokens of the file at `position`, up to
+    there; `discarded`: why it was not resumed. `finishing`:
     whether only names are left to be given. Work that is not `lasting` is removed however it ends.
     With `sources` it also writes where each document came from (`document_sources`); `having`: how
     many documents have each key.
@@ -127,6 +128,7 @@ class Unfinished:
         self.documents = self.blank = self.empty = self.bad = self.done = 0
         self.tokens = [0] * len(pairs)
         self.text_bytes = [0] * len(pairs)
+        self.in_file = [0, 0]
         self._sizes = [[[0, 0, 0] for _ in range(partitions)] for _ in pairs]
         self._bad_size = 0
         self._sources = sources
@@ -171,12 +173,12 @@ class Unfinished:
             for key in range(len(self.pairs))
         ]
 
-    def first_line(self, block: Block) -> int:
+    def first_line(self, block: FileBlock) -> int:
         """The number of the first line of a block, whose predecessors have their places; 0 if it is
         not known."""
         return self.position.line if self.position.file == block.file else 1
 
-    def take(self, block: Block, encoded: Encoded, bad: BadRecords) -> Order:
+    def take(self, block: FileBlock, encoded: Encoded, bad: BadRecords) -> Order:
         """Give a block its places; its lengths and bad lines are put down. Raises ValueError for a
         bad line too many."""
         first_line = self.first_line(block)
@@ -206,6 +208,9 @@ class Unfinished:
             columns = sources.placed(block.file, first_line, self.documents, start)
             for number, column in enumerate(columns):
                 self._source_sizes[number] += self._source_files[number].write(column)
+        if block.file != self.position.file:
+            self.in_file = [0, 0]
+        self.in_file = [self.in_file[0] + encoded.documents, self.in_file[1] + encoded.tokens]
         self.documents += encoded.documents
         self.blank += encoded.blank
         self.empty += encoded.empty
@@ -216,7 +221,7 @@ class Unfinished:
         self._behind[block.number] = self._state()
         return order
 
-    def confirm(self, block: Block) -> None:
+    def confirm(self, block: FileBlock) -> None:
         """All ids up to this block are in their places: make that last, now and then."""
         state = self._behind.pop(block.number)
         if time.monotonic() - self._noted > SECONDS:
@@ -330,6 +335,7 @@ class Unfinished:
             "bad": self.bad,
             "done": self.done,
             "tokens": list(self.tokens),
+            "in_file": list(self.in_file),
             "text_bytes": list(self.text_bytes),
             "bad_size": self._bad_size,
             "sizes": [[list(sizes) for sizes in partitions] for partitions in self._sizes],
@@ -339,11 +345,8 @@ class Unfinished:
         }
 
     def _note(self, state: dict[str, Any]) -> None:
-        with open(f"{self.folder}/state.new", "w", encoding="utf-8") as file:
-            json.dump({**state, "checksum": table_sum(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(f"{self.folder}/state.new", f"{self.folder}/state.json")
+        text = json.dumps({**state, "checksum": table_sum(state)})
+        replace_text(f"{self.folder}/state.json", text)
 
     def _read_state(self, job: dict[str, Any]) -> bool:
         """Take up what a run before this one left; False if there is nothing to take up."""
@@ -366,6 +369,7 @@ class Unfinished:
         self.position = InputPosition(*state["place"])
         for name in ("documents", "blank", "empty", "bad", "done", "tokens", "text_bytes"):
             setattr(self, name, state[name])
+        self.in_file = state.get("in_file", [0, 0])  # not kept by earlier versions
         self._sizes = state["sizes"]
         self._bad_size = state["bad_size"]
         if self._sources:

@@ -23,6 +23,7 @@ ROWS = 256  # of a parquet file that are read at a time
 ROWS_BYTES = 1 << 24  # of rows that are given together
 CHUNK = 1 << 18
 SCAN = 1 << 16
+FEED = 1 << 10  # bytes of zstd that are unpacked at a time: to 32 MiB at most
 BROKEN = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
@@ -81,63 +82,29 @@ def _xz(raw: io.BufferedReader) -> Iterator[bytes]:
 
 
 def _zstd(raw: io.BufferedReader) -> Iterator[bytes]:
-    """What any number of zstd frames hold; unlike the library's own reader it notices a cut one."""
+    """What any number of zstd frames hold; unlike the library's own reader it notices a cut one.
+    The library unpacks all that it is given, so it is given little."""
     zstandard = library("zstandard", raw.name)
     machine = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    while magic := raw.read(4):
-        if magic[0] & 0xF0 == 0x50 and magic[1:] == b"\x2a\x4d\x18":  # a frame to be skipped
-            size = int.from_bytes(_exactly(raw, 4), "little")
-            while size:
-                size -= len(_exactly(raw, min(size, SCAN)))
-            continue
+    packed = b""
+    while packed := packed or raw.read(FEED):
+        frame = machine.decompressobj()
+        size = fed = 0
         try:
-            yield from _zstd_frame(raw, magic, machine, zstandard)
+            wide = zstandard.get_frame_parameters(packed).window_size > WINDOW
+            while not frame.eof:
+                if not packed:
+                    raise EOFError("it ends within a frame")
+                chunk = frame.decompress(packed)
+                size += len(chunk)
+                fed += len(packed)
+                # 2 GB with zstd --long=31, which take memory as they fill: text is not so alike
+                if wide and size > WINDOW + 64 * fed:
+                    raise _takes_memory(raw.name)
+                yield chunk
+                packed = frame.unused_data if frame.eof else raw.read(FEED)
         except zstandard.ZstdError as error:
             raise EOFError(str(error)) from None
-
-
-def _zstd_frame(
-    raw: io.BufferedReader, magic: bytes, machine: Any, zstandard: ModuleType
-) -> Iterator[bytes]:
-    """What a frame holds. The library unpacks all that it is given, so it is given 8 blocks at a
-    time, of at most 128 KiB each. Source: RFC 8878, section 3.1.1."""
-    descriptor = _exactly(raw, 1)
-    flags = descriptor[0]
-    single = flags >> 5 & 1
-    header_bytes = 1 - single + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
-    feed = magic + descriptor + _exactly(raw, header_bytes)
-    wide = zstandard.get_frame_parameters(feed).window_size > WINDOW
-    frame = machine.decompressobj()
-    blocks = 0
-    packed = 0
-    size = 0
-    last = False
-    while not last:
-        block = _exactly(raw, 3)
-        number = int.from_bytes(block, "little")
-        last = bool(number & 1)
-        same = number >> 1 & 3 == 1  # one byte, repeated
-        feed += block + _exactly(raw, 1 if same else number >> 3)
-        feed += _exactly(raw, 4 if last and flags & 4 else 0)  # checksum
-        blocks += 1
-        if last or blocks % 8 == 0:
-            unpacked_bytes = frame.decompress(feed)
-            packed += len(feed)
-            size += len(unpacked_bytes)
-            # 2 GB with zstd --long=31, which take memory as they fill: text is not so alike
-            if wide and size > WINDOW + 64 * packed:
-                raise _takes_memory(raw.name)
-            yield unpacked_bytes
-            feed = b""
-    if not frame.eof:
-        raise EOFError("a frame does not end where it says")
-
-
-def _exactly(raw: io.BufferedReader, count: int) -> bytes:
-    data = raw.read(count)
-    if len(data) < count:
-        raise EOFError("it ends within a frame")
-    return data
 
 
 class ParquetRows:

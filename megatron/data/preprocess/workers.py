@@ -18,7 +18,7 @@ from multiprocessing import connection
 from typing import Any
 
 from megatron.data.preprocess.encode import Encoded, Encoder, Job, Order
-from megatron.data.preprocess.readers import Block
+from megatron.data.preprocess.readers import FileBlock
 from megatron.data.preprocess.trial import SECONDS
 
 # blocks of the usual size that a worker may have before it: so that it need not wait for this
@@ -30,18 +30,18 @@ AHEAD = 64
 BYTES_PER_SECOND = 100_000  # of a record, for which it has more time
 TICK = 1.0  # seconds between two looks at a record that holds up the others
 
-Placing = Callable[[Block, Encoded], Order]
+Placing = Callable[[FileBlock, Encoded], Order]
 
 
 def encode_all(
     job: Job,
     paths: Sequence[Sequence[str]],
-    blocks: Iterable[Block],
+    blocks: Iterable[FileBlock],
     workers: int,
     placing: Placing,
-    first_line: Callable[[Block], int],
+    first_line: Callable[[FileBlock], int],
     seconds: float = SECONDS,
-) -> Generator[tuple[Block, Encoded], None, None]:
+) -> Generator[tuple[FileBlock, Encoded], None, None]:
     """Each block with what became of it, in order, once its ids are in the files; by `workers`
     processes.
 
@@ -68,7 +68,7 @@ def encode_all(
 
 
 def _record_of(
-    worker: _Worker, flying: Iterable[_Ticket], first_line: Callable[[Block], int]
+    worker: _Worker, flying: Iterable[_Ticket], first_line: Callable[[FileBlock], int]
 ) -> str:
     """The record at which a worker is."""
     number, record, _ = worker.mark.tolist()
@@ -90,7 +90,7 @@ def _record_of(
 class _Ticket:
     """A block on its way."""
 
-    block: Block
+    block: FileBlock
     worker: _Worker
     encoded: Encoded | None = None
     placed: bool = False
@@ -99,11 +99,11 @@ class _Ticket:
 
 def _work(  # noqa: C901
     team: Sequence[_Worker],
-    blocks: Iterator[Block],
+    blocks: Iterator[FileBlock],
     placing: Placing,
     flying: deque[_Ticket],
     seconds: float,
-) -> Iterator[tuple[Block, Encoded]]:
+) -> Iterator[tuple[FileBlock, Encoded]]:
     clock = _Clock(seconds)
     by_number: dict[int, _Ticket] = {}
     answers = selectors.DefaultSelector()  # made once: `connection.wait` makes one for each answer
@@ -217,7 +217,7 @@ class _Worker:
         self.process.start()
         child_end.close()
 
-    def send(self, block: Block | None) -> None:
+    def send(self, block: FileBlock | None) -> None:
         """Have the orders carried out and then the block, if any, encoded. Raises WorkerDied."""
         try:
             self.pipe.send((self.orders, block))

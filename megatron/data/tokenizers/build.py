@@ -20,9 +20,11 @@ __all__ = [
     "Tokenizer",
     "build_tokenizer",
     "check_ids",
+    "planned_vocabulary",
     "tokenizer_from",
     "with_tokenizer",
 ]
+GPT2_VOCAB_SIZE = 50257
 DataT = TypeVar("DataT", bound=TokenizerConfig)
 
 
@@ -94,6 +96,22 @@ def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
             "added later) [vocab-size-not-that-of-tokenizer]"
         )
     return tokenizer
+
+
+def planned_vocabulary(config: TokenizerConfig) -> tuple[int, str]:
+    """(size, where it comes from) of the vocabulary as far as flags and files of this machine say
+    it: a plan needs none of them."""
+    if config.vocab_size is not None:
+        return config.vocab_size, "--vocab-size"
+    if config.tokenizer == "TikTokenizer":
+        return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
+    try:
+        size = tokenizer_from(config).vocab_size
+    except (ValueError, OSError):  # the notes of a dry run say why
+        return GPT2_VOCAB_SIZE, "assumed, GPT-2's; give --vocab-size to plan for another"
+    for name, _ in TOKENIZER_FILES[config.tokenizer or ""]:
+        return size, f"--{name.replace('_', '-')} {getattr(config, name)}"
+    return size, f"{config.tokenizer}'s"
 
 
 def with_tokenizer(data: DataT, flags: Mapping[str, Any]) -> DataT:

@@ -105,8 +105,8 @@ def read_vocabulary(path: str | Path) -> dict[str, int]:
         vocabulary = _vocabulary_of(read_bytes(path))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json "
-            "[tokenizer-file-malformed]"
+            f"--vocab-file {path}: not a JSON file ({error}); give GPT-2's vocab.json, and "
+            "merges.txt as --merge-file [tokenizer-file-malformed]"
         ) from None
     if not isinstance(vocabulary, dict) or not set(map(type, vocabulary.values())) <= {int}:
         raise ValueError(

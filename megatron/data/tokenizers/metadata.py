@@ -49,11 +49,6 @@ def description(
     return {"tokenizer": tokenizer, **counts}
 
 
-def describe(identity: Mapping[str, Any], vocab_size: int, counts: Mapping[str, Any]) -> str:
-    """The text of a file with `description` and without checksums."""
-    return json.dumps(description(identity, vocab_size, counts), indent=1) + "\n"
-
-
 def text_size(path_prefix: str) -> tuple[int, int] | None:
     """(tokens, bytes of UTF-8 text that they stand for) of a pair; None where its file does not say
     (written by an older version, or by another program). Raises ValueError as `maker` does."""

@@ -11,8 +11,8 @@ import torch
 
 from megatron import log
 from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.reading import Candidate
 from megatron.checkpoint.state import RunState
-from megatron.checkpoint.store import Candidate
 from megatron.config import history, run_directory
 from megatron.config.run_directory import RunDirectory
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions

@@ -51,19 +51,15 @@ def instructions() -> str:
     return "AMX" if _loaded().amx else "AVX512_BF16"
 
 
-def unavailable_reason(
-    device: torch.device, dtype: torch.dtype, head_dim: int, seq_length: int
-) -> str | None:
-    """Why the C++ does not compute attention of heads so wide, None if it does."""
+def unavailable_reason(head_dim: int, seq_length: int) -> str | None:
+    """Why the C++ does not compute attention of heads so wide on a CPU, None if it does."""
     if torch.compiler.is_compiling():
         return "not supported under torch.compile"
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return "only bf16 on a CPU"
     if head_dim % 32 or not 0 < head_dim <= 256:
         return f"needs a head width that is a multiple of 32 up to 256, not {head_dim}"
     if seq_length > LONGEST:
         return f"supports at most {LONGEST} positions"
-    if not low_precision_is_native(device.type, dtype):
+    if not low_precision_is_native("cpu", torch.bfloat16):
         return "needs a CPU with bf16 in oneDNN"
     kernel = _load()
     return kernel if isinstance(kernel, str) else None

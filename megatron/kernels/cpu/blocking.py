@@ -16,6 +16,8 @@ from torch import Tensor
 
 # of one run; shorter ones are slower: after each operation a thread waits for the interpreter
 BLOCK_ELEMENTS = 1 << 19
+# for fewer numbers a function of ours in autograd costs more than what it saves
+FEW = 1 << 13
 
 Block = TypeVar("Block")
 
@@ -44,7 +46,13 @@ def for_each(
     """
     threads = min(torch.get_num_threads(), len(blocks)) if device.type == "cpu" else 1
     if threads > 1 and not torch.compiler.is_compiling():
-        list(_pool(torch.get_num_threads(), os.getpid()).map(work, blocks))
+        inference = torch.is_inference_mode_enabled()  # which a thread has for itself
+
+        def alike(block: Block) -> None:
+            with torch.inference_mode(inference):
+                work(block)
+
+        list(_pool(torch.get_num_threads(), os.getpid()).map(alike if inference else work, blocks))
         return
     with torch.no_grad():
         for block in blocks:

@@ -12,10 +12,8 @@ from megatron.kernels.libraries import load_problem
 INSTALL = "build it from github.com/NVIDIA/apex (PyPI's apex is not it)"
 
 
-def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why apex's norms cannot run here; None if they can."""
-    if device.type != "cuda":
-        return f"apex needs a CUDA device, but the device is {device.type}"
+def unavailable_reason(dtype: torch.dtype) -> str | None:
+    """Why apex's norms cannot run on a CUDA device; None if they can."""
     if dtype == torch.float64:
         return "apex's norms are not for fp64"
     return load_problem("fused_layer_norm_cuda", "NVIDIA's apex", INSTALL) or load_problem(
@@ -23,16 +21,10 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     )
 
 
-def gradient_unavailable_reason(
-    device: torch.device, dtype: torch.dtype, main_dtype: torch.dtype
-) -> str | None:
-    """Why apex's accumulating weight gradient cannot run here; None if it can."""
-    if (
-        device.type != "cuda"
-        or dtype not in (torch.float16, torch.bfloat16)
-        or main_dtype != torch.float32
-    ):
-        return "apex's kernel needs CUDA, bf16 or fp16 weights and fp32 gradients"
+def gradient_unavailable_reason(dtype: torch.dtype, main_dtype: torch.dtype) -> str | None:
+    """Why apex's accumulating weight gradient cannot run on a CUDA device; None if it can."""
+    if dtype not in (torch.float16, torch.bfloat16) or main_dtype != torch.float32:
+        return "apex's kernel needs bf16 or fp16 weights and fp32 gradients"
     return load_problem(
         "fused_weight_gradient_mlp_cuda", "fused_weight_gradient_mlp_cuda of apex", INSTALL
     )

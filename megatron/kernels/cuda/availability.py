@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron.kernels.cuda import fused_ops as operations
 from megatron.kernels.libraries import load_problem
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,6 +19,8 @@ def fused_ops(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
         return None
     if unavailable_reason(device, dtype) is not None:
         return None
+    from megatron.kernels.cuda import fused_ops as operations
+
     return operations
 
 

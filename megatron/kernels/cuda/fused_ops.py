@@ -151,9 +151,8 @@ class Rotary(torch.autograd.Function):
 
 
 class Dropout(torch.autograd.Function):
-    """Draws its mask again in backward. `seed`: int64 on the CPU, without dimensions; a graph would
-    hold an integer as a constant, and be compiled anew for the next. `residual`: the result is
-    added to it."""
+    """Draws its mask again in backward. `seed`: int64 without dimensions, on the CPU or on the
+    device; a graph would hold an integer as a constant. `residual`: the result is added to it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, residual: Tensor | None) -> Tensor:
@@ -168,7 +167,7 @@ class Dropout(torch.autograd.Function):
         return of_x, None, None, grad if ctx.needs_input_grad[3] else None
 
 
-class Norm(torch.autograd.Function):
+class FusedNorm(torch.autograd.Function):
     """LayerNorm with a bias, RMSNorm without. Forward is torch's, and so is what it keeps; backward
     reads it and the gradient once."""
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from megatron import device as devices
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.availability import arranged
 from megatron.kernels.cuda.fused_ops import LIBRARY
+from megatron.kernels.sinks import sink_grads, with_sinks
 
 # By torch's names for them, the faster first: title, how to install it.
 NEWER = {
@@ -70,30 +71,36 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        *tensors, ends, p, scale, before, seed = args
+        *tensors, sinks, ends, p, scale, before, seed = args
         s = len(tensors[0])
         q, k, v = (t.transpose(0, 1) if ends is None else _row_of_samples(t) for t in tensors)
         out, lse, state, unused = torch.ops.megatron.flash_attention(
             q, k, v, ends, ends, s, s, p, scale, before, seed
         )
-        ctx.save_for_backward(q, k, v, out, lse, state, unused, ends)
+        if sinks is not None:
+            out, by_position = with_sinks(out, lse.transpose(-1, -2), sinks)
+            lse = by_position.transpose(-1, -2).contiguous()
+        ctx.save_for_backward(q, k, v, sinks, out, lse, state, unused, ends)
         ctx.options = s, p, scale, before
         return out.transpose(0, 1) if ends is None else arranged(_positions(out, s), False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        q, k, v, out, lse, state, unused, ends = ctx.saved_tensors
+        q, k, v, sinks, out, lse, state, unused, ends = ctx.saved_tensors
         s, p, scale, before = ctx.options
         if ends is None:  # torch would copy both, slowly
             grad, out = (arranged(t, True).transpose(0, 1) for t in (grad, out.transpose(0, 1)))
         else:
             grad = _row_of_samples(grad)
         tensors = grad, q, k, v, out, lse
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = sink_grads(out, lse.transpose(-1, -2), grad, sinks)
         grads = torch.ops.aten._flash_attention_backward(
             *tensors, ends, ends, s, s, p, True, state, unused, scale=scale, **_window(before)
         )
         grads = (t.transpose(0, 1) if ends is None else _positions(t, s) for t in grads)
-        return *grads, None, None, None, None, None
+        return *grads, of_sinks, None, None, None, None, None
 
 
 def _row_of_samples(x: Tensor) -> Tensor:
@@ -110,13 +117,11 @@ def _positions(row: Tensor, s: int) -> Tensor:
 def unavailable_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, compiled: bool = False
 ) -> str | None:
-    """Why this kernel cannot take dropout, documents and windows here; None if it can. The meta
-    device (--dry-run --trace) stands for CUDA. In a graph (`compiled`) the layer has asked, and
-    keeps what it cannot take outside."""
+    """Why this kernel cannot take dropout, documents and windows on a CUDA device; None if it can.
+    The meta device (--dry-run --trace) stands for one. In a graph (`compiled`) the layer has asked,
+    and keeps what it cannot take outside."""
     if compiled and dtype != torch.float64:
         return None
-    if device.type not in ("cuda", "meta"):
-        return f"needs a CUDA device, but the device is {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"has fp16 and bf16 only, no {dtype}"
     if not 0 < head_dim <= DROPOUT_HEAD_DIM or head_dim % MULTIPLE:
@@ -126,16 +131,9 @@ def unavailable_reason(
     return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
 
 
-def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    document_ids: Tensor | None = None,
-    dropout_seed: int | Tensor | None = None,
-) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """q [s, b, n, d], k and v [s, b, g, d], fp16 or bf16 -> [s, b, n, d]; causal, inside documents
-    [b, s] if there are any, and inside the window of the spec. `dropout_seed`: as of
+    [b, s] if there are any, and inside the window of the spec. The seed of dropout is as of
     kernels/dropout.py.
 
     Dao 2023 (FlashAttention-2). The kernel draws dropout masks from the device's generator, which
@@ -143,10 +141,11 @@ def flash_attention(
     function of seed, shape and kind of GPU. With documents the batch becomes one row of documents,
     and nothing outside them is computed.
     """
-    ends = None if document_ids is None else cumulative_lengths(document_ids)
-    seed = torch.as_tensor(dropout_seed) if spec.dropout else None
+    spec, ids = call.spec, call.document_ids
+    ends = None if ids is None else cumulative_lengths(ids)
+    seed = torch.as_tensor(call.dropout_seed) if spec.dropout else None
     before = None if spec.window is None else spec.window - 1
-    return _FlashAttention.apply(q, k, v, ends, spec.dropout, spec.scale, before, seed)
+    return _FlashAttention.apply(q, k, v, call.sinks, ends, spec.dropout, spec.scale, before, seed)
 
 
 @cache
@@ -156,9 +155,6 @@ def newer_kernels(
     """Titles of NEWER, and why each cannot run in place of torch's own flash kernel; None for the
     last one if it does from now on, in this process. Each is tried against that kernel with
     documents, forward and backward."""
-    if device.type != "cuda":
-        why_not = f"needs a CUDA device, but the device is {device.type}"
-        return {title: why_not for title, _ in NEWER.values()}
     shape = (device, dtype, heads, groups, head_dim)
     found: dict[str, str | None] = {}
     for name, (title, install) in NEWER.items():
@@ -197,5 +193,5 @@ def _sample(
     ids = (torch.arange(128) >= 40).long().unsqueeze(0).to(device)
     with torch.enable_grad():
         spec = AttentionSpec.of(q, k, v, head_dim**-0.5, documents=True)
-        out = flash_attention(q, k, v, spec, ids)
+        out = flash_attention(q, k, v, AttentionCall(spec, ids))
         return [out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]

@@ -199,7 +199,7 @@ def _uniform(seed, offset, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _drop_kernel(
+def _drop_kernel(  # noqa: PLR0913
     x,
     residual,
     out,
@@ -207,13 +207,15 @@ def _drop_kernel(
     p,
     scale,
     seed,
+    LOAD: tl.constexpr,
     ADD: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """`LOAD`: the seed is on the device."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < total
-    keep = _uniform(seed, offset.to(tl.int32), WIDE) >= p
+    keep = _uniform(tl.load(seed) if LOAD else seed, offset.to(tl.int32), WIDE) >= p
     value = tl.load(x + offset, mask=inside).to(tl.float32) * scale
     value = tl.where(keep, value, 0.0)
     if ADD:  # rounded before, as without
@@ -454,6 +456,7 @@ def _drop(x: Tensor, p: float, seed: Tensor, residual: Tensor | None = None) -> 
     x = x.contiguous()
     added = x if residual is None else residual.contiguous()
     out = torch.empty_like(added)
+    on_device = seed.device.type != "cpu"
     _drop_kernel[_grid(x.numel())](
         x,
         added,
@@ -461,7 +464,8 @@ def _drop(x: Tensor, p: float, seed: Tensor, residual: Tensor | None = None) -> 
         x.numel(),
         p,
         1.0 / (1.0 - p),
-        int(seed),
+        seed if on_device else int(seed),
+        LOAD=on_device,
         ADD=residual is not None,
         WIDE=not INTERPRETED,
         BLOCK=BLOCK,

@@ -49,7 +49,7 @@ class Rules(Protocol):
 
 
 class Sizes(Protocol):
-    """Of `megatron.config.plan.costs.Sizes`, what a block computes with."""
+    """Of `megatron.config.plan.costs.MicroBatchSizes`, what a block computes with."""
 
     config: Any  # Config, which knows this module
     tp: int
@@ -77,14 +77,15 @@ class Block(ABC):
     `model`; what differs from layer to layer is a field.
 
     scope: the name of its parameters below the layer's. recomputed_as: by which name of
-    --recompute-modules the whole block is recomputed. Bytes are those of one rank and one
-    micro-batch (`sizes`).
+    --recompute-modules the whole block is recomputed. made_again: by which ones parts of it. Bytes
+    are those of one rank and one micro-batch (`sizes`).
     """
 
     model: ModelFlags = field(hash=False)  # the same of all blocks
 
     scope: ClassVar[str]
     recomputed_as: ClassVar[str]
+    made_again: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -132,9 +133,11 @@ class Block(ABC):
 
 @dataclass(frozen=True)
 class Mixer(Block):
-    """A block in which a token sees earlier ones; `rope`: its rotary positions, None without."""
+    """A block in which a token sees earlier ones. rope: its rotary positions, None without;
+    comm_type: how context-parallel ranks communicate in it."""
 
     rope: Rope | None = None
+    comm_type: str = field(default="p2p", kw_only=True)
 
     @abstractmethod
     def attention(self, tp: int) -> dict[str, Any]:

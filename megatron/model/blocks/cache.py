@@ -30,6 +30,7 @@ class CachedTokens:
     ):
         b, s = positions.shape
         device = positions.device
+        self.starts = starts
         self.positions = positions
         self.lengths = [s] * b if lengths is None else lengths
         self.rows = slice(row, row + b)
@@ -62,7 +63,12 @@ class Cache:
             name: _zeros((rows, length, *shape), dtype, device) for name, shape in shapes.items()
         }
 
-    def append(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def remember(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Store values [s, b, *shape] of the call's tokens; all of its sequences so far, [b, end,
         *shape]."""
         stored = self._tensors[name]
@@ -71,7 +77,7 @@ class Cache:
 
     @property
     def seen(self) -> tuple[torch.Tensor | None, bool]:
-        """(mask, causal): which of the positions of `append` the call's tokens see, as of
+        """(mask, causal): which of the positions of `remember` the call's tokens see, as of
         CachedTokens."""
         return self.tokens.visible, self.tokens.causal
 
@@ -96,7 +102,7 @@ class WindowCache(Cache):
         super().__init__(shapes, rows, window, dtype, device)
         self.window = window
 
-    def append(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def remember(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Store values [s, b, *shape] of the call's last tokens; of a single token all that is kept
         then, [b, up to window, *shape], else what was kept and all values, [b, window + s,
         *shape]."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,24 @@ if TYPE_CHECKING:
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Seeds = Mapping[str, torch.Tensor]  # of dropout, by site
+
+
+class AddLoss(torch.autograd.Function):
+    """`x` itself; in backward `loss` gets the gradient `scale`, as if it were added to the loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float | torch.Tensor
+    ) -> torch.Tensor:
+        ctx.scale = scale
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        if isinstance(ctx.scale, torch.Tensor):
+            return grad, ctx.scale.to(ctx.dtype), None
+        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
 
 
 @dataclass(frozen=True)
@@ -35,7 +53,7 @@ class RouterStep:
     """
 
     loss_mask: torch.Tensor | None
-    loss_scale: float | None
+    loss_scale: float | torch.Tensor | None
     latest: dict[int, torch.Tensor] = field(default_factory=dict)
     seeds: DropoutSeeds | None = None
     sums: dict[int, torch.Tensor] = field(default_factory=dict)

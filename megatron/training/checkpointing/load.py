@@ -3,20 +3,17 @@ rollback."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from megatron import log
-from megatron.checkpoint import store
-from megatron.checkpoint.filesystem import (
-    DISK,
-    CheckpointError,
-)
-from megatron.checkpoint.sharded import Reader
+from megatron.checkpoint import reading, store
+from megatron.checkpoint.filesystem import CheckpointError
+from megatron.checkpoint.reading import Candidate, Checkpoint
+from megatron.checkpoint.sharded_reader import Reader
 from megatron.checkpoint.state import RunState
-from megatron.checkpoint.store import Candidate, Checkpoint
 from megatron.config import history
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.history import History
@@ -28,13 +25,6 @@ from megatron.optimizer import adam
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.hardware import other_hardware
-from megatron.training.checkpointing.one_history import (
-    LOCAL_COPIES,
-    is_same_directory,
-    last_number,
-    others,
-    problem,
-)
 from megatron.training.checkpointing.resume_checks import contradictions
 from megatron.training.checkpointing.save import (
     layout_of,
@@ -49,29 +39,12 @@ from megatron.training.run import Run
 CHECKPOINT_VERSION = 3.0
 
 
-def load_checkpoint(run: Run) -> str | None:
-    """Load the checkpoint of --load, if there is one, and return its path. Raises ValueError (of
-    exit code 2 where none is good) or CheckpointError.
-
-    If it is damaged for any rank, all ranks load the newest good one before it, unless one
-    iteration was requested.
-    """
-    c = run.config.checkpoint
-    # then the directory is this job's
-    if run.runtime.rank == 0 and c.save and not run.config.training.skip_train:
-        _clear_leftovers(c, c.save)
-    loaded = _load(run, c) if c.load else None
-    if c.save and not run.config.training.skip_train:
-        _begin_branch(run, c)
-    return loaded
-
-
-def _load(run: Run, c: CheckpointConfig) -> str | None:
+def load_newest(run: Run, c: CheckpointConfig) -> str | None:
     """Load the checkpoint of --load, if there is one."""
     assert c.load is not None
     with run.timers("load-checkpoint"):
         load, step = c.load, c.ckpt_step
-        tries, problems = run.of_rank_0(lambda: store.candidates(load, step, c.slots_of(load)))
+        tries, problems = run.of_rank_0(lambda: reading.candidates(load, step, c.slots_of(load)))
         for text in problems:
             log.print_rank_0(f"WARNING: {text}")
         if c.non_persistent_ckpt_type == "local":
@@ -82,32 +55,6 @@ def _load(run: Run, c: CheckpointConfig) -> str | None:
             return _take_newest_good(run, tries, c)
         _missing(c.load, c.exit_on_missing_checkpoint)
         return None
-
-
-def _begin_branch(run: Run, c: CheckpointConfig) -> None:
-    """What this run saves comes after all that --save holds. Raises Refusal where some of that is
-    of another history than the checkpoint that was loaded."""
-    p = run.progress
-    before = p.history.branches[:-1]
-    own = History(before) if before and (p.iteration or is_same_directory(c)) else None
-    save = str(c.save)
-    foreign, last = run.of_rank_0(lambda: (others(c, own), last_number(c, save)))
-    if foreign:
-        raise Refusal(problem(c, save, c.load, own, [str(path) for path in foreign]), 2)
-    p.history = replace(p.history, number=max(p.history.number, last + 1))
-
-
-def _clear_leftovers(c: CheckpointConfig, save: str) -> None:
-    """Remove what an earlier job left in the directory, so that it can no longer complete a
-    save."""
-    for root in (Path(save), *c.slots_of(save)):
-        try:
-            store.clear_leftovers(root)
-        except CheckpointError as error:
-            log.warn_once(str(error))
-    newest = Path(save, LOCAL_COPIES)
-    if c.non_persistent_ckpt_type != "local" and newest.exists():
-        DISK.remove(newest)
 
 
 def _take_newest_good(run: Run, tries: list[Candidate], c: CheckpointConfig) -> str:
@@ -293,8 +240,16 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             "is reset"
         )
     changed = {}
+    new = set() if reader.of_one_rank else _new_depths(run, stored)
+    if new:
+        log.print_rank_0(
+            f" the checkpoint has no {', '.join(sorted(new))}: multi-token prediction starts there "
+            "from its initial values"
+        )
     for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
+            continue
+        if _depth(name) in new:
             continue
         key = adam.moment_of(name)
         if key and own and name in stored and reader.dtype(name) != own[0][1].dtype:
@@ -308,6 +263,18 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
+
+
+def _new_depths(run: Run, stored: set[str]) -> set[str]:
+    """Modules of multi-token prediction that a checkpoint is without."""
+    return {_depth(spec.name) for spec in run.plan.parameters} - {*map(_depth, stored), ""}
+
+
+def _depth(name: str) -> str:
+    """The module of multi-token prediction that a tensor is of, or of whose optimizer; "" of
+    others."""
+    match = re.search(r"\bmtp\.layers\.\d+", name)
+    return match[0] if match else ""
 
 
 def _check_names(run: Run, stored: set[str], reader: Reader) -> None:

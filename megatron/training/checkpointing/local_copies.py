@@ -15,8 +15,8 @@ from megatron.checkpoint import file_transfer, local_copies, store
 from megatron.checkpoint.file_transfer import Route
 from megatron.checkpoint.filesystem import DISK, CheckpointError
 from megatron.checkpoint.local_copies import LocalSave, part_folder
+from megatron.checkpoint.reading import Candidate
 from megatron.checkpoint.sharded import TensorSlice
-from megatron.checkpoint.store import Candidate
 from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.parallel.collectives import broadcast_object, gather_objects

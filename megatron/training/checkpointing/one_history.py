@@ -149,11 +149,11 @@ def make_room(line: CommandLine) -> None:
 
 def _in_store(line: CommandLine, own: History | None) -> Iterator[tuple[Remote, Sequence[int]]]:
     """(Run directory in an object store, what that holds of other histories)."""
-    from megatron.checkpoint.object_store import Remote
-
     places = [(line.save_url, "")] + [(line.snapshot_url, f"/{slot}") for slot in "01"]
     for url, below in places:
         if url:
+            from megatron.checkpoint.object_store import Remote
+
             remote = Remote(url + below)
             theirs = remote.histories()
             wrong = history.foreign(own, theirs) if own else [n for n in theirs if n]

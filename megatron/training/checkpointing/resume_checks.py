@@ -68,8 +68,7 @@ def _optimizer(kind: Any, config: Config) -> str:
     """The flags that say what state it has."""
     if kind == "sgd" and not config.optimizer.sgd_momentum:
         return "--optimizer sgd --sgd-momentum 0"
-    neurons = kind == "muon" and config.muon.muon_neuron_beta2 is not None
-    return f"--optimizer {kind}{' --muon-neuron-beta2' * neurons}"
+    return config.muon.spelled if kind == "muon" else f"--optimizer {kind}"
 
 
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

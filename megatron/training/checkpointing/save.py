@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron import log
-from megatron.checkpoint import retention, store, tensor_slices
+from megatron.checkpoint import store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import OWN_MODEL, RunState
 from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.run_directory import latest
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.sharding import Box, Sharding, is_primary_copy, local_box, sharding_of
@@ -113,8 +114,11 @@ def own_tensors(run: Run) -> Iterator[tuple[str, Sharding, Axis, list[tuple[Box,
     run.buffers.gathering.wait()
     for p in run.model.parameters():
         sharding = sharding_of(p)
-        same = ctx.replicas(sharding.replicas).data
-        yield sharding.name, sharding, same, boxes_of(sharding, ctx, p.data)
+        same = ctx.replicas(sharding.replicas)
+        held = run.buffers.held(p)
+        span = getattr(held, "span", None)
+        axis = same.data if span is None else same.instances
+        yield sharding.name, sharding, axis, boxes_of(sharding, ctx, held, span)
     # before the optimizer's, of which ranks have different numbers: `own_slices` counts
     for name, (sharding, tensor) in run.fp8.tensors().items() if run.fp8 else ():
         yield name, sharding, ctx.dp_cp, boxes_of(sharding, ctx, tensor)
@@ -181,6 +185,7 @@ def save_snapshot(run: Run, constants: Constants) -> PendingSave | None:
     """Like `save_checkpoint`, over the older of the two snapshots (--snapshot-interval)."""
     iteration = run.progress.iteration
     c = run.config.checkpoint
+    from megatron.checkpoint import retention
 
     def choose() -> str:
         run.services.fence()
@@ -266,6 +271,8 @@ def _clean_up(run: Run) -> None:
     try:
         run.services.fence()
         if c.keep_last:
+            from megatron.checkpoint import retention
+
             removed = retention.prune(directory, c.keep_last, c.keep_every)
             if removed:
                 log.print_rank_0(
@@ -279,7 +286,7 @@ def what_remains(c: CheckpointConfig) -> str:
     """What can be resumed from after a save that failed, for a message."""
     directory = save_directory(c)
     try:
-        newest = store.latest(directory)
+        newest = latest(directory)
     except CheckpointError as error:
         return str(error)
     return (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
+from megatron.checkpoint.reading import Checkpoint
 from megatron.checkpoint.state import OWN_MODEL, differences
-from megatron.checkpoint.store import Checkpoint
 from megatron.config import architecture, saved_flags
 from megatron.config.checks.declared import effective
 from megatron.config.run_directory import (

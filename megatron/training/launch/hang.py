@@ -20,7 +20,13 @@ from types import FrameType
 from typing import Any
 
 from megatron import launcher, log
-from megatron.training.launch.process import HUNG, Failure, ProcessId, code_location
+from megatron.training.launch.process import (
+    HUNG,
+    START_UP,
+    Failure,
+    ProcessId,
+    code_location,
+)
 
 STACK_WITHIN = 3.0  # seconds
 STACKS = "megatron-stacks"  # name of the memory file that a stack is written to
@@ -48,7 +54,6 @@ PHASES = (
     ("megatron/model/", "forward"),
     ("train_step", "training step"),
 )
-START_UP = "start-up"
 FIRST = "first iteration"
 LOOP = "megatron/training/loop.py"
 # by its begin, the name in --hang-timeout-...-seconds of a phase that is not an iteration
@@ -69,7 +74,6 @@ WAITING = (
 )
 # ... and for the device, which runs the collectives of CUDA
 DEVICE_WAIT = "megatron/training/step_sums.py"
-IO_STEP = 20  # bits: a MiB that was read or written is progress
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -86,16 +90,6 @@ def prepare() -> None:
     number = stack_signal()
     if number is not None:
         faulthandler.register(number, file=os.memfd_create(STACKS), all_threads=True)
-
-
-def mib_moved() -> int:
-    """MiB that this process has read and written, where the system counts them."""
-    try:
-        with open("/proc/self/io", "rb") as file:
-            first, second = file.read().split(b"\n")[:2]
-        return int(first.split()[1]) + int(second.split()[1]) >> IO_STEP
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def phase(frames: Sequence[tuple[str, str]]) -> str:
@@ -120,15 +114,6 @@ def full_phase(known: str, frames: Sequence[tuple[str, str]]) -> str:
     if known.startswith("iteration"):
         return inner or known
     return known if inner in ("", START_UP, "training step", known) else f"{known}, {inner}"
-
-
-def frames_of(frame: FrameType | None) -> list[FrameType]:
-    """The frames of a stack, outermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames[::-1]
 
 
 def stack_text(frames: Sequence[FrameType]) -> str:

@@ -19,7 +19,7 @@ COMPUTES_LIMITS = 10.0
 ALL_WAIT_LIMITS = 4.0  # limits that all may wait for each other: a network may recover
 
 
-class Phase(NamedTuple):
+class RunPhase(NamedTuple):
     """What a rank is doing, and the seconds that it may be without progress (None: no limit).
 
     `announced`: rank 0 is notified, since a rank may hold the interpreter's lock in it for long.
@@ -35,7 +35,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Limits:
+class HangLimits:
     """Seconds without progress that each phase may take; None: no limit. `iteration`: that of an
     iteration, if the user gave one."""
 
@@ -73,7 +73,7 @@ def _number(seconds: float | None) -> str:
     return "none" if seconds is None else f"{seconds:g}"
 
 
-def limits(config: Config) -> Limits:
+def limits(config: Config) -> HangLimits:
     """The limits of a run, from its flags."""
     p = config.parallel
     longest = SHARE_OF_TIMEOUT * 60 * p.distributed_timeout_minutes
@@ -85,7 +85,7 @@ def limits(config: Config) -> Limits:
     def limit(flag: float | None) -> float | None:
         return None if p.hang_timeout_seconds == 0 else (longest if flag is None else flag) or None
 
-    return Limits(
+    return HangLimits(
         limit(p.hang_timeout_startup_seconds),
         limit(p.hang_timeout_first_iteration_seconds) if iterations else None,
         limit(p.hang_timeout_evaluation_seconds),
@@ -117,7 +117,7 @@ class RankState:
         return self.limit is not None and self.seconds > limits * self.limit
 
 
-class Action(Enum):
+class HangAction(Enum):
     """What follows from the states of all ranks."""
 
     NOTHING = "nothing"
@@ -128,7 +128,7 @@ class Action(Enum):
 class Decision(NamedTuple):
     """The action, and the ranks that a warning is about or that hang."""
 
-    action: Action
+    action: HangAction
     ranks: tuple[int, ...] = ()
 
 
@@ -142,7 +142,7 @@ def decide(states: Mapping[int, RankState], world_size: int) -> Decision:
     """
     if world_size == 1:
         late = tuple(rank for rank, state in states.items() if state.beyond())
-        return Decision(Action.WARN if late else Action.NOTHING, late)
+        return Decision(HangAction.WARN if late else HangAction.NOTHING, late)
     busy = {rank: state for rank, state in states.items() if state.answers and state.waits is None}
     slow = tuple(
         rank
@@ -152,7 +152,7 @@ def decide(states: Mapping[int, RankState], world_size: int) -> Decision:
     silent = {rank: state for rank, state in states.items() if not state.answers}
     stopped = any(state.stopped for state in silent.values())
     if slow and not stopped:
-        return Decision(Action.WARN, slow)
+        return Decision(HangAction.WARN, slow)
     hung = [
         rank
         for rank, state in silent.items()
@@ -160,10 +160,10 @@ def decide(states: Mapping[int, RankState], world_size: int) -> Decision:
     ]
     hung += busy.keys() - set(slow)
     if hung:
-        return Decision(Action.END, tuple(sorted(hung)))
+        return Decision(HangAction.END, tuple(sorted(hung)))
     if silent or not all(state.beyond(ALL_WAIT_LIMITS) for state in states.values()):
-        return Decision(Action.NOTHING)
+        return Decision(HangAction.NOTHING)
     waits = [state.waits for state in states.values()]
     usual = max(waits, key=waits.count)
     odd = tuple(rank for rank, state in states.items() if state.waits != usual)
-    return Decision(Action.END, odd or tuple(states))
+    return Decision(HangAction.END, odd or tuple(states))

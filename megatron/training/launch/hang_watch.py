@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from megatron.training.hook import Hook
-from megatron.training.launch.hang_limits import LEAST_SECONDS, MEDIANS, Limits, Phase
+from megatron.training.launch.hang_limits import LEAST_SECONDS, MEDIANS, HangLimits, RunPhase
 from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 
@@ -24,7 +24,7 @@ class HangWatch(Hook):
     the latest iterations, with as many seconds for a micro-batch as they had (their number grows
     with the batch). A micro-batch that is done is progress."""
 
-    def __init__(self, monitor: MonitorClient | OwnWatch, limits: Limits, run: Run):
+    def __init__(self, monitor: MonitorClient | OwnWatch, limits: HangLimits, run: Run):
         self._monitor = monitor
         self._limits = limits
         self._micro_batches = run.plan.num_microbatches
@@ -36,30 +36,30 @@ class HangWatch(Hook):
     def before_step(self, iteration: int) -> None:
         limits = self._limits
         if not self._seconds:
-            self._monitor.begin(Phase("first iteration", iteration, limits.first_iteration))
+            self._monitor.begin(RunPhase("first iteration", iteration, limits.first_iteration))
             return
         limit = limits.iteration
         if limits.iterations and not limit:
             usual = median(self._seconds) * self._micro_batches(iteration)
             limit = max(LEAST_SECONDS, MEDIANS * usual)
-        self._monitor.begin(Phase("iteration", iteration, limit or None, announced=False))
+        self._monitor.begin(RunPhase("iteration", iteration, limit or None, announced=False))
 
     def after_step(self, result: IterationResult) -> None:
         self._monitor.begin(
-            Phase("after iteration", result.iteration, self._limits.between, announced=False)
+            RunPhase("after iteration", result.iteration, self._limits.between, announced=False)
         )
         self._seconds.append(result.seconds / self._micro_batches(result.iteration))
 
     def before_evaluation(self) -> None:
-        self._monitor.begin(Phase("evaluation", limit=self._limits.evaluation))
+        self._monitor.begin(RunPhase("evaluation", limit=self._limits.evaluation))
 
     def before_save(self) -> None:
-        self._monitor.begin(Phase("save", limit=self._limits.save))
+        self._monitor.begin(RunPhase("save", limit=self._limits.save))
 
     def after_iteration(self, iteration: int, requests: Requests) -> None:
         self._monitor.begin(
-            Phase("after iteration", iteration, self._limits.between, announced=False)
+            RunPhase("after iteration", iteration, self._limits.between, announced=False)
         )
 
     def on_end(self) -> None:
-        self._monitor.begin(Phase("end of training", limit=self._limits.between))
+        self._monitor.begin(RunPhase("end of training", limit=self._limits.between))

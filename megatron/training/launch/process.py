@@ -9,9 +9,12 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megatron import launcher
 
+START_UP = "start-up"  # the first phase of a run
+IO_STEP = 20  # bits: a MiB that was read or written is progress
 HUNG = 4  # exit code of a run that a rank kept from making progress
 
 
@@ -64,3 +67,22 @@ def _below_the_top(file: Path) -> str:
         index for index, folder in enumerate(file.parts) if folder in ("megatron", "tools", "tests")
     ]
     return "/".join(file.parts[tops[-1] if tops else -3 :])
+
+
+def mib_moved() -> int:
+    """MiB that this process has read and written, where the system counts them."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            first, second = file.read().split(b"\n")[:2]
+        return int(first.split()[1]) + int(second.split()[1]) >> IO_STEP
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def frames_of(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a stack, outermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames[::-1]

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
-from megatron.training.launch import hang
-from megatron.training.launch.hang_limits import Action, Limits, Phase, RankState, decide
-from megatron.training.launch.process import this_process
+from megatron.training.launch.hang_limits import HangAction, HangLimits, RankState, RunPhase, decide
+from megatron.training.launch.process import START_UP, frames_of, mib_moved, this_process
 
 TICK = 1.0  # seconds between looks
 LATEST = 6  # looks, by which a process is judged
@@ -39,7 +38,7 @@ class Clock:
         return self._seconds
 
 
-class Sample(NamedTuple):
+class StackSample(NamedTuple):
     """What the threads of this process do at a look: the stacks of Python, and the seconds that
     each thread, also of its data workers, has had a core or waited for one."""
 
@@ -47,11 +46,11 @@ class Sample(NamedTuple):
     seconds: dict[str, float]
 
 
-def sample() -> Sample:
+def sample() -> StackSample:
     """That of now, without this thread."""
     watching = threading.get_ident(), f"/task/{threading.get_native_id()}/"
     stacks = frozenset(
-        (ident, tuple(caller.f_lasti for caller in hang.frames_of(frame)))
+        (ident, tuple(caller.f_lasti for caller in frames_of(frame)))
         for ident, frame in sys._current_frames().items()
         if ident != watching[0]
     )
@@ -65,31 +64,31 @@ def sample() -> Sample:
             has_core, waits_for_core, _ = map(int, times.read().split())
             if watching[1] not in file:
                 seconds[file] = (has_core + waits_for_core) / 1e9
-    return Sample(stacks, seconds or {"/proc/self/": time.process_time()})
+    return StackSample(stacks, seconds or {"/proc/self/": time.process_time()})
 
 
-class Progress:
+class RankProgress:
     """Phase and progress of this rank; `look` is to be called once per TICK."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: HangLimits):
         self.limits = limits
         # the actions of the pipeline that are done, say
         self.progress: Callable[[], int] = lambda: 0
         # a thread that waits for an accelerator uses the CPU
         self.has_accelerator = True
-        self._phase = Phase(hang.START_UP, limit=limits.startup)
+        self._phase = RunPhase(START_UP, limit=limits.startup)
         self._last = (self._phase, 0, 0)  # phase and progress at the last look
         self._ticks = 0  # since progress
-        self._samples: deque[Sample] = deque(maxlen=LATEST)
+        self._samples: deque[StackSample] = deque(maxlen=LATEST)
         self._main = threading.main_thread().ident or 0  # it has one, since it runs
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: RunPhase) -> None:
         """This rank is in `phase` from now on."""
         self._phase = phase
 
     def _look(self) -> None:
         phase = self._phase
-        now = (phase, self.progress(), hang.mib_moved() if phase.announced else 0)
+        now = (phase, self.progress(), mib_moved() if phase.announced else 0)
         self._ticks = self._ticks + 1 if now == self._last else 0
         self._last = now
         if not self._ticks:
@@ -118,16 +117,16 @@ class Progress:
 
     def _main_frames(self) -> list[FrameType]:
         """Those of the main thread, outermost first."""
-        return hang.frames_of(sys._current_frames()[self._main])
+        return frames_of(sys._current_frames()[self._main])
 
 
-class OwnWatch(Progress):
+class OwnWatch(RankProgress):
     """In the place of a `rank_monitor.MonitorClient` where a run has one rank: a thread that warns
     about it, once for each phase."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: HangLimits):
         super().__init__(limits)
-        self._warned: Phase | None = None
+        self._warned: RunPhase | None = None
         threading.Thread(target=self._run, name="hang watch", daemon=True).start()
 
     def report(self, text: str, code: int = 1) -> None:
@@ -138,11 +137,13 @@ class OwnWatch(Progress):
             time.sleep(TICK)
             self._look()
             state = self._state()
-            if decide({0: state}, 1).action is Action.WARN and self._warned != self._phase:
+            if decide({0: state}, 1).action is HangAction.WARN and self._warned != self._phase:
                 self._warned = self._phase
                 self._warn(state)
 
     def _warn(self, state: RankState) -> None:
+        from megatron.training.launch import hang
+
         answer = hang.describe(str(self._phase), self._main_frames())
         text = hang.failure(this_process(), state.seconds, answer).text
         remedy = "it computes" if state.computes else "it waits; Ctrl-C ends it"

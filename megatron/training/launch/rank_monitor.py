@@ -30,20 +30,21 @@ from typing import Any
 from megatron import launcher, log
 from megatron.training.launch import hang, progress
 from megatron.training.launch.hang_limits import (
-    Action,
-    Limits,
-    Phase,
+    HangAction,
+    HangLimits,
     RankState,
+    RunPhase,
     decide,
 )
 from megatron.training.launch.process import (
     HUNG,
+    START_UP,
     Failure,
     ProcessId,
     code_location,
     this_process,
 )
-from megatron.training.launch.progress import Clock, Progress
+from megatron.training.launch.progress import Clock, RankProgress
 from megatron.training.launch.start_watch import GONE
 
 DIED = (
@@ -102,7 +103,7 @@ class _Wire:
         return [json.loads(line) for line in lines] if data else None
 
 
-NO_LIMITS = Limits(None, None, None, None, None)
+NO_LIMITS = HangLimits(None, None, None, None, None)
 
 
 class MonitorServer:
@@ -366,9 +367,9 @@ class MonitorServer:
             return
         states = {rank: self._state_of(rank) for rank in self._wires}
         decision = decide(states, self.world_size)
-        if decision.action is Action.WARN:
+        if decision.action is HangAction.WARN:
             self._report_stragglers(decision.ranks, states)
-        elif decision.action is Action.END:
+        elif decision.action is HangAction.END:
             self._hang(decision.ranks)
 
     def _state_of(self, rank: int) -> RankState:
@@ -478,7 +479,7 @@ class MonitorServer:
         missing = [rank for rank in range(self.world_size) if rank not in self._processes]
         answers = self._inspect({}, missing)
         absent = {
-            ProcessId(rank, 0, node, node): hang.unknown(hang.START_UP) | {"at": hang.NEVER_JOINED}
+            ProcessId(rank, 0, node, node): hang.unknown(START_UP) | {"at": hang.NEVER_JOINED}
             for rank in set(missing) - {process.rank for process in answers}
             for node in [self._node_of(rank)]
         }
@@ -535,7 +536,7 @@ class MonitorServer:
             self._listen(deadline)
 
 
-class MonitorClient(Progress):
+class MonitorClient(RankProgress):
     """This rank's connection to the server.
 
     `on_failure` is called, in a separate thread, when another rank has failed or died; it is to end
@@ -552,7 +553,7 @@ class MonitorClient(Progress):
         on_failure: Callable[[Failure], None],
         process: ProcessId | None = None,
         noticed: Callable[[Failure], None] = lambda failure: None,
-        limits: Limits = NO_LIMITS,
+        limits: HangLimits = NO_LIMITS,
     ):
         super().__init__(limits)
         self.process = process or this_process()
@@ -614,7 +615,7 @@ class MonitorClient(Progress):
         self._closed = True
         self._wire.send("bye")
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: RunPhase) -> None:
         before = self._phase
         super().begin(phase)
         self._began = time.monotonic()

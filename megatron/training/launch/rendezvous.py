@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist  # noqa: TID251
 
 from megatron import launcher, log
-from megatron.config.summary_lines import entry
+from megatron.config.plan.report import entry
 from megatron.config.tree import Config
 from megatron.training.launch import hang
 from megatron.training.launch.hang_limits import limits

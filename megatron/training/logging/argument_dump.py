@@ -10,8 +10,7 @@ from typing import Any
 from megatron.arguments import flags_of, values_of
 from megatron.config.command_line import CommandLine, foreign_flags
 from megatron.config.plan.plan import Plan, make_plan
-from megatron.config.plan.report import vocabulary
-from megatron.config.summary_lines import changed_arguments
+from megatron.config.plan.report import changed_arguments
 from megatron.config.tree import Config
 
 
@@ -59,6 +58,8 @@ def _declared(config: Config, foreign: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in dumped.items()
         if name.startswith(("no_load_", "no_save_"))
     }
+    if config.logging.printed_arguments != "all" and not foreign:
+        return dumped  # a table of Megatron's own has its names that have no flag here
     return foreign_flags(type(config)).argument_table(dumped, foreign)
 
 
@@ -129,9 +130,11 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
 
     `distributed_backend`: as for `dumped_values`.
     """
+    from megatron.data.tokenizers.build import planned_vocabulary
+
     config = line.config
     p = line.config.parallel
-    plan = make_plan(config, line.world_size, vocabulary(config)[0])
+    plan = make_plan(config, line.world_size, planned_vocabulary(config.data)[0])
     lines = [
         f"using world size: {plan.world_size}, data-parallel size: {plan.data_parallel_size}, "
         f"context-parallel size: {p.context_parallel_size} tensor-model-parallel size: "

@@ -18,7 +18,7 @@ from megatron.config.tree import Config
 
 class FlopCount(NamedTuple):
     """FORWARD operations for a token: of the layers' matrices and attention, and of the output
-    layer."""
+    layer, once more for each depth of multi-token prediction."""
 
     linear: int
     core: int
@@ -42,7 +42,9 @@ def count_flops(model: ModelConfig, padded_vocab_size: int) -> FlopCount:
         flops = block.flops()
         linear += layers * flops.linear
         core += layers * flops.core
-    return FlopCount(linear, core, 2 * model.hidden_size * padded_vocab_size)
+    depths = len(model.mtp_layers)
+    linear += depths * 4 * model.hidden_size**2  # eh_proj
+    return FlopCount(linear, core, 2 * model.hidden_size * padded_vocab_size * (1 + depths))
 
 
 def flops_per_sample(config: Config, plan: Plan) -> int:

@@ -9,18 +9,16 @@ from collections.abc import Sequence
 import torch
 
 from megatron import device as devices
-from megatron import log, threads
-from megatron.config import summary_lines
+from megatron import launcher, log
 from megatron.config.command_line import CommandLine
+from megatron.config.plan import report
 from megatron.config.plan.plan import Plan
-from megatron.config.summary_lines import entry
+from megatron.config.plan.report import entry
 from megatron.config.tree import Config
-from megatron.data.plan_table import Row
+from megatron.data.plan_table import Row, validation_note
 from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
-from megatron.training.logging.argument_dump import printed_arguments, start_lines
-from megatron.training.logging.kernel_report import kernel_lines
 from megatron.training.run import Progress
 from megatron.version import NAME, VERSION
 
@@ -45,6 +43,8 @@ def print_arguments(line: CommandLine, backend: str) -> None:
     """What Megatron prints first, up to its table of arguments; not with --log-format short.
     `backend` is that of the process groups."""
     if not line.config.logging.is_short:
+        from megatron.training.logging.argument_dump import start_lines
+
         for text in start_lines(line, backend):
             log.print_rank_0(text)
 
@@ -53,7 +53,11 @@ def print_opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str)
     """With --log-format short what is known before data and checkpoint are there, otherwise the
     kernels."""
     is_short = line.config.logging.is_short
-    for text in opening(line, plan, runtime, backend) if is_short else kernel_lines(line.config):
+    if is_short:
+        texts = opening(line, plan, runtime, backend)
+    else:
+        texts = kernel_lines(line.config)
+    for text in texts:
         log.print_rank_0(text)
 
 
@@ -63,8 +67,9 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     config = line.config
     lines = [
         _run_line(config, runtime),
-        *summary_lines.summary(
-            config, plan, config.data.tokenizer, line.script.model_provider is not None
+        *(
+            entry(*each)
+            for each in report.entries(config, plan, bool(line.script.model_provider)).items()
         ),
     ]
     lines += [entry("script", " ".join(line.extra_flags))] * bool(line.extra_flags)
@@ -74,8 +79,12 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
     lines += [entry("kernels", kernels)] * bool(kernels)
     if config.logging.printed_arguments == "changed":
         lines.append(" arguments that differ from their defaults")
-    lines += printed_arguments(line, plan, backend)
-    return [*lines, *summary_lines.noted([*line.notes, *hints(config, runtime.device)])]
+        lines += report.changed_arguments(config)
+    elif config.logging.printed_arguments == "all":
+        from megatron.training.logging.argument_dump import printed_arguments
+
+        lines += printed_arguments(line, plan, backend)
+    return [*lines, *report.noted([*line.notes, *hints(config, runtime.device)])]
 
 
 def hints(config: Config, device: torch.device) -> list[str]:
@@ -114,7 +123,7 @@ def _run_line(config: Config, runtime: Runtime) -> str:
     p = config.precision
     device = runtime.device
     name = (
-        f"CPU ({platform.machine()}), {_threads_text()}"
+        f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
         if device.type == "cpu"
         else f"{device.type}, {devices.name(device)}"
     )
@@ -128,10 +137,30 @@ def _run_line(config: Config, runtime: Runtime) -> str:
     return entry("run", f"{NAME} {VERSION}, torch {torch.__version__}; {name}; {numbers}")
 
 
-def _threads_text() -> str:
-    """Number of CPU threads of this rank, and how they wait for work."""
-    count = torch.get_num_threads()
-    return "1 thread" if count == 1 else f"{count} threads ({threads.waiting()})"
+def kernel_lines(config: Config) -> list[str]:
+    """Which kernels a run uses on this machine. Raises ValueError if the device of --device is not
+    available."""
+    device = devices.choose_device(config.training.device, launcher.info().local_rank)
+    rows = kernel_table(device, getattr(torch, config.precision.params_dtype), config)
+    lines = describe_kernels(rows, config.training.verbose)
+    return [f"kernels on this {device.type}", *(f"  {text}" for text in lines)]
+
+
+def describe_kernels(rows: Sequence[KernelRow], verbose: bool) -> list[str]:
+    """One line per operation, then, if `verbose`, the kernels that are not used, one line per
+    reason."""
+    lines = [f"{row.operation}: {row.implementation} ({row.reason})" for row in rows if row.on]
+    if not verbose:
+        return lines
+    off: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.on:
+            off.setdefault(row.reason, []).append(f"{row.operation} by {row.implementation}")
+    return [
+        *lines,
+        "not used:",
+        *(f"  {', '.join(names)} ({reason})" for reason, names in off.items()),
+    ]
 
 
 def kernels_text(rows: Sequence[KernelRow]) -> str:
@@ -158,6 +187,7 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
             )
         ]
     lines = []
+    shown = ""
     for split in dict.fromkeys(row.split for row in rows):
         rows_of_split = [row for row in rows if row.split == split]
         names = ", ".join(
@@ -168,8 +198,10 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
         epochs = read * rows_of_split[0].sequence_length / tokens if tokens else 0.0
         times = f"{epochs:.3g} epoch" + "s" * (f"{epochs:.3g}" != "1")
         label = {"train": "data", "valid": "validation"}.get(split, split)
-        lines.append(entry(label, f"{names}: {tokens:,} tokens; {read:,.0f} samples ({times})"))
-    return lines
+        named = "" if names == shown else f"{names}: "
+        shown = names
+        lines.append(entry(label, f"{named}{tokens:,} tokens; {read:,.0f} samples ({times})"))
+    return [*lines, *report.noted(validation_note(rows))]
 
 
 def checkpoint_line(config: Config, loaded: str | None, progress: Progress) -> str:
@@ -188,7 +220,7 @@ def checkpoint_line(config: Config, loaded: str | None, progress: Progress) -> s
         start = f"weights of {loaded}, from iteration 0"
     else:
         start = f"no checkpoint in {c.load}, " * bool(c.load) + "starting from initial values"
-    return entry("checkpoints", f"{start}; {summary_lines.checkpoint_text(config)}")
+    return entry("checkpoints", f"{start}; {report.checkpoint_text(config)}")
 
 
 def print_loaded(

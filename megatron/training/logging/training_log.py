@@ -152,9 +152,8 @@ class TrainingLog:
         bits_per_byte: float | None = None,
     ) -> None:
         """The lines and points of an evaluation; `split` is validation or test, `suffix` says of
-        which of several sets, `final` that no iteration follows (it is on other samples than the
-        last one of --eval-interval), `bits_per_byte` is there where the data say how many bytes
-        their tokens are."""
+        which of several sets, `final` that no iteration follows, `bits_per_byte` is there where
+        the data say how many bytes their tokens are."""
         name = f"{'final ' if final and split == 'validation' else ''}{split}{suffix}"
         log.print_rank_last(self._format.evaluation(prefix, name, iteration, losses, bits_per_byte))
         for key, loss in losses.items():

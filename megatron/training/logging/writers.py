@@ -6,8 +6,6 @@ from megatron import launcher
 from megatron.config.tree import Config
 from megatron.training.feature import features_of
 from megatron.training.logging.iteration import ResultWriter
-from megatron.training.logging.metrics_file import MetricsFile
-from megatron.training.logging.output import OutputFile
 
 
 def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
@@ -17,6 +15,9 @@ def open_writers(config: Config, world_size: int) -> list[ResultWriter]:
     writers: list[ResultWriter] = []
     if launcher.rank() == launcher.world_size() - 1:
         if logging.metrics_file:
+            from megatron.training.logging.metrics_file import MetricsFile
+            from megatron.training.logging.output import OutputFile
+
             file = OutputFile(logging.metrics_file, "--metrics-file")
             writers.append(MetricsFile(file, config.model.seq_length))
         for feature in features_of(config):

@@ -88,7 +88,7 @@ def test_the_blocks_of_a_page_run(page, tree):
         print(f"{page}: {said:20} {first[:70]}")
     if page in AFTER_START and not (tree / "plays/huggingface").exists():
         run(blocks_of(START_PAGE), tree)
-    if page == FINE_TUNING:  # SmolLM2 itself: tests/tools/convert/test_pretrained.py
+    if page == FINE_TUNING:  # SmolLM2 itself: addons/convert/tests/test_pretrained.py
         chat_model.write(tree / "models/smollm2")
     shutil.rmtree(tree / ".venv", ignore_errors=True)
     if page not in ("README.md", START_PAGE):

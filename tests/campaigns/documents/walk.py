@@ -14,8 +14,10 @@ else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import random
 import re
 import shutil
 import socket
@@ -38,28 +40,32 @@ ELSEWHERE = {
     "pip install .": "tests/house/test_front_door.py",
     "examples/chat/run.sh": "tests/campaigns/examples/test_chat.py",
     ".venv/bin/pip install lagent==0.2.4": "requirements/files.txt",
-    "examples/lagent/run.sh": "tests/campaigns/examples/test_lagent.py",
-    "make parity": "tests/tools/test_compare_layouts.py",
-    "examples/auroragpt_skip/skip_two.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
-    "examples/auroragpt_skip/spike.sh": "tests/campaigns/examples/test_auroragpt_skip.py",
+    "examples/lagent/run.sh": "addons/serving/tests/test_lagent.py",
+    "make parity": "addons/lab/tests/test_compare_layouts.py",
+    "examples/auroragpt_skip/skip_two.sh": "addons/spikes/tests/test_auroragpt_skip.py",
+    "examples/auroragpt_skip/spike.sh": "addons/spikes/tests/test_auroragpt_skip.py",
     "examples/moe/run.sh": "tests/campaigns/examples/test_moe.py",
     "examples/parallel/one_node.sh": "tests/campaigns/examples/test_parallel.py",
     "INPUT='/corpus/*.jsonl.zst' PREFIX=/corpus/all TASKS=64 sbatch --array 0-63 "
     "examples/cluster_data/tokenize.sbatch": "tests/tools/test_preprocess_tasks.py",
-    "examples/cluster_data/ray.sh": "tests/tools/test_preprocess_ray.py",
+    "examples/cluster_data/ray.sh": "addons/ray/tests/test_preprocess_ray.py",
 }
 # Blocks of other pages that no shell runs as they stand, in the page's order: the test that runs
 # the same on data that it makes, or why nothing does (REASONS). "": the block is walked.
 OTHERS = {
-    "docs/benchmarks.md": ("tests/tools/benchmarks/test_bench.py",),
-    "docs/features/data_ledger.md": ("tests/features/data_ledger/test_data_ledger.py",),
-    "docs/features/eval_tasks.md": ("tests/features/eval_tasks/test_eval_tasks.py",),
-    "docs/features/internlm.md": ("tests/features/internlm/test_examples.py",) * 3,
+    "docs/benchmarks.md": (
+        "bench/tests/test_bench.py",
+        "tests/campaigns/examples/test_speedrun.py",
+        "GPU",
+    ),
+    "addons/ops/data_ledger.md": ("addons/ops/tests/data_ledger/test_data_ledger.py",),
+    "addons/ops/eval_tasks.md": ("addons/ops/tests/eval_tasks/test_eval_tasks.py",),
+    "addons/internlm/internlm.md": ("addons/internlm/tests/test_examples.py",) * 3,
     "docs/features/spikes.md": ("examples/auroragpt_skip/spike.sh",) * 3,
-    "docs/features/trace.md": ("tests/features/trace/test_large_models.py",),
+    "addons/lab/trace.md": ("addons/lab/tests/trace/test_large_models.py",),
     "docs/gpu.md": ("GPU",),
     "docs/moe.md": ("tests/written_tables.py",),
-    "docs/mup.md": ("tests/tools/test_coord_check.py",) * 2,
+    "docs/mup.md": ("addons/lab/tests/test_coord_check.py",) * 2,
     "docs/own_scripts.md": (
         *("", ""),
         "examples/own_script/own_dataset.py",
@@ -195,6 +201,7 @@ def script(page: list[Block], tree: Path) -> str:
     for number, block in enumerate(page):
         lines.append(f"printf '\\n%s\\n' '{MARK.format(number)}'")
         if block.note == "file":
+            lines.append(f"mkdir -p $(dirname {block.value})")
             lines += [f"cat >{block.value} <<'END OF FILE'", f"{block.text}END OF FILE"]
         elif block.language == "sh" and not block.note:
             lines += [
@@ -202,10 +209,18 @@ def script(page: list[Block], tree: Path) -> str:
             ]
         elif block.language == "python" and not block.note:
             lines.append(f"python - <<'END OF FILE'\n{block.text}END OF FILE")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = free_port()
     text = "\n".join(lines).replace("/tmp/", f"{tree.parent}/")
     return re.sub(r"(:|--port )8000\b", rf"\g<1>{port}", text) + "\n"
+
+
+def free_port() -> int:
+    """Below the ports that connections leave from: a client that asks again and again for a server
+    that is not there yet would at last meet itself."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def run_page(page: list[Block], tree: Path) -> tuple[int, list[str]]:

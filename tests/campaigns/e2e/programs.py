@@ -19,8 +19,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from bench.faults.ranks import free_port, living, surroundings
 from tests.forkrun import ROOT
-from tools.benchmarks.faults.ranks import free_port, living, surroundings
 
 SCRIPT = str(ROOT / "pretrain_gpt.py")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.training import loop
 from tests.campaigns.e2e.programs import fork_program
 from tests.forkrun import run_ranks
+from tests.pairs import PairWriter
 from tests.problems import assert_problem
 from tests.runs import SMALL, with_flags
 
@@ -26,7 +26,7 @@ FLAGS = [*SMALL, "--train-iters", "40", "--eval-iters", "0"]
 def prefix(tmp_path) -> str:
     """400 documents of 1000 ids."""
     random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+    with PairWriter(tmp_path / "text", np.uint16) as builder:
         for _ in range(400):
             builder.add_document(random.integers(0, 200, 1000), [1000])
     return str(tmp_path / "text")

@@ -135,26 +135,3 @@ def test_same_files_or_one_message(tmp_path, shim, local, fault):
     assert kept == local.sums("run/iter_*/*.safetensors") and len(kept) == 4
     assert host.sums("cache/*.npy") == local.sums("cache/*.npy")
     assert host.emulated == 0
-
-
-@pytest.mark.campaign
-def test_locks_that_another_run_holds_are_no_missing_locks(tmp_path):
-    """The message about a second run stays where there are locks."""
-    host = Host(tmp_path, "", "")
-    write_input(host.disk / "text.jsonl")
-    (host.disk / "d.unfinished").mkdir()
-    holding = (
-        "import fcntl, sys\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "fcntl.lockf(file, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    lock = str(host.disk / "d.unfinished" / "lock")
-    with subprocess.Popen(
-        [sys.executable, "-c", holding, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        answer = preprocess(host)
-        holder.stdin.close()
-    assert answer.returncode == 1 and "[output-in-use]" in answer.stderr

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.utils.data._utils import worker as data_worker
 
-from megatron.checkpoint import store
 from megatron.parallel import context
 from megatron.training import build_data, loop, step
 from megatron.training.launch import initialize, rendezvous
@@ -207,27 +206,6 @@ def test_an_exception(folder, rank, where):
     assert_traceback_last(found, rank, "KeyError: 'planted'")
 
 
-@pytest.mark.parametrize(
-    "place, name, rank",
-    [
-        (store.__name__, "write_rank_files", 1),
-        pytest.param(store.__name__, "finish", 0, marks=pytest.mark.campaign),
-    ],
-)
-def test_an_exception_inside_a_save(folder, place, name, rank):
-    found = result(
-        folder,
-        2,
-        [(rank, fail, place, name, 2)],
-        "--save",
-        str(folder / "save"),
-        "--save-interval",
-        "2",
-    )
-    assert found["codes"] == [1, 1] and store.latest(folder / "save") == 2
-    assert_traceback_last(found, rank, "KeyError: 'planted'")
-
-
 def test_sys_exit_of_one_rank(folder):
     found = result(folder, 3, [(1, leave, LOOP, "train_step", 3)], "--global-batch-size", "6")
     assert found["codes"] == [3] * 3
@@ -376,12 +354,3 @@ def test_a_rank_that_never_comes(folder):
     line = found["terminal"].splitlines()[-1]  # torch has warnings of its own
     assert "--distributed-timeout-minutes 3 " in line and " in initialize (" in line
     assert ": rank 2 never joined" in line
-
-
-@pytest.mark.campaign
-def test_rank_0_never_comes(folder):
-    found = run_ranks(1, late, folder, 2, "2", [], (), [1])[0]
-    assert found["codes"] == [1]
-    line = found["terminal"].splitlines()[-1]
-    assert line.startswith("rank 1: error: MASTER_ADDR 127.0.0.1, MASTER_PORT ")
-    assert " rank 0 " in line

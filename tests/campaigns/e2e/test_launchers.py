@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.faults import inject
+from bench.faults.inject import Fault
 from megatron import launcher
-from megatron.checkpoint import store
+from megatron.checkpoint import reading
 from megatron.training.launch import rendezvous
 from tests.campaigns.e2e.launched import argv, forked, rows
 from tests.campaigns.e2e.programs import (
@@ -32,8 +34,6 @@ from tests.campaigns.e2e.programs import (
 )
 from tests.forkrun import run_ranks
 from tests.runs import EXACT, SMALL, Finished, same_tensors
-from tools.benchmarks.faults import inject
-from tools.benchmarks.faults.inject import Fault
 
 RUN = "-m torch.distributed.run --nproc-per-node 2 --master-port".split()
 LAUNCH = (
@@ -191,35 +191,6 @@ def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
     )
 
 
-def without_meeting_point(rank: int, world: int, folder: Path) -> tuple:
-    os.chdir(folder)
-    program = fork_program(
-        argv(), folder, environ={"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    )
-    return program.end(), program.err
-
-
-def test_ranks_need_a_meeting_point(folder):
-    code, text = run_ranks(1, without_meeting_point, folder)[0]
-    assert code == 1 and text.startswith("error: MASTER_ADDR and MASTER_PORT not set: ")
-    assert text.count("\n") == 1
-
-
-def inside_an_allocation(rank: int, world: int, folder: Path, environ: dict[str, str]) -> tuple:
-    os.chdir(folder)
-    program = fork_program(
-        argv(), folder, environ={"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", **environ}
-    )
-    return program.end(), program.err
-
-
-@pytest.mark.parametrize(
-    "environ", [{}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}], ids=["shell", "batch script"]
-)
-def test_without_srun_an_allocation_is_one_process(folder, environ):
-    assert run_ranks(1, inside_an_allocation, folder, environ) == [(0, "")]
-
-
 def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
     os.chdir(folder)
     codes = []
@@ -237,12 +208,6 @@ def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
         )
         codes += [p.end() for p in fork_ranks(words, folder / name, ranks)]
     return codes
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
-def test_data_workers_change_nothing(folder, ranks):
-    assert run_ranks(1, workers, folder, ranks) == [[0] * 2 * ranks]
-    assert rows(folder / "none") == rows(folder / "some") and len(rows(folder / "none")) == 4
 
 
 BLOCKER = '''"""Only torch, numpy and what they need; anything else is not installed."""
@@ -284,7 +249,7 @@ def test_mock_data_needs_torch_and_numpy_only(tmp_path):
     ]
     program = spawn_program(words, tmp_path / "run", {"PYTHONPATH": str(hook)})
     assert program.end(120) == 0, program.err
-    assert store.latest(tmp_path / "run/save") == 4 and program.err == ""
+    assert reading.latest(tmp_path / "run/save") == 4 and program.err == ""
 
 
 def ours(text: str) -> list[str]:
@@ -356,7 +321,7 @@ def test_request_under_torchrun(folder, to_launcher):
         os.kill(ranks_of(program)[1], signal.SIGTERM)
     assert (program.end(60) == 0) is not to_launcher
     assert " receiving SIGTERM |" in program.out and ours(program.err) == []
-    assert store.latest(folder / "save") >= 10 and not left_in(folder)
+    assert reading.latest(folder / "save") >= 10 and not left_in(folder)
 
 
 FAILING = '''"""pretrain_gpt.py whose last rank cannot go on."""
@@ -396,20 +361,6 @@ def test_an_error_under_torchrun_is_said_once(folder, ranks, error, said):
     assert report.endswith(said) and f"rank      : {ranks[0]} (local_rank: {ranks[0]})" in report
     assert program.err.count("Traceback (most recent call last):\n    File") == (
         error == "KeyError"
-    )
-
-
-@pytest.mark.campaign
-def test_a_bad_command_line_under_torchrun_is_said_once(folder):
-    program = spawn(folder, [*RUN, str(free_port())], 4, "--lr-warmup-fraction", "0.1")
-    assert (
-        program.end(120) == 1
-        and program.err.count("error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: ") == 1
-    )
-    report = program.err.partition("Root Cause (first observed failure):")[2]
-    assert (
-        "exitcode  : 2 " in report
-        and "traceback : error: --lr-warmup-iters 3 and --lr-warmup-fraction 0.1: " in report
     )
 
 
@@ -465,7 +416,7 @@ def test_torchrun_restarts(folder, how, tmp_path_factory):
     program = spawn_program(words, folder)
     assert program.end(400) == 0, program.err
     assert (
-        store.latest(folder / "save") == 14
+        reading.latest(folder / "save") == 14
         and len(inject.injected(folder)) == len(kills)
         and not left_in(folder)
     )

@@ -7,11 +7,9 @@ SLURM is a cluster of this test's own: two nodes and a login node in network nam
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,15 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import store
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.checkpoint import reading
 from tests.campaigns.e2e import slurm
 from tests.campaigns.e2e.launched import argv, rows
 from tests.campaigns.e2e.programs import SCRIPT, Program, free_port, left_in, spawn_program
-from tests.forkrun import ROOT
 from tests.runs import EXACT
-from tools.benchmarks.faults import inject
-from tools.benchmarks.faults.inject import Fault
 
 pytestmark = pytest.mark.campaign
 
@@ -104,26 +98,6 @@ def test_batch_job(cluster, folder, two_ranks, launcher, options):
     assert rows(folder) == two_ranks.series(*EXACT) and not left_in(folder)
 
 
-def test_an_array_of_tokenizing_jobs(cluster, folder):
-    """On two nodes, each job the task that SLURM's variables say."""
-    (folder / "in").mkdir()
-    for number in range(3):
-        lines = [json.dumps({"text": f"{number} {line} " * (line % 9)}) for line in range(300)]
-        (folder / "in" / f"{number}.jsonl").write_text("\n".join(lines))
-    words = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--workers", "1"]
-    words += ["--tokenizer-type", "ByteTokenizer", "--input", f"{folder}/in/*.jsonl"]
-    one = [*words, "--output-prefix", f"{folder}/one"]
-    subprocess.run(one, check=True, capture_output=True)
-    words += ["--output-prefix", f"{folder}/x", "--part-bytes", "2000", "--task", "slurm"]
-    options = ["--array=0-3", "--output", f"{folder}/log.%a", "--error", f"{folder}/err.%a"]
-    job = batch(cluster, folder, words, *options)
-    slurm.wait_until(lambda: not cluster.call("squeue", "-h", "-j", job).strip(), cluster.folder)
-    said = [path.read_text() for path in sorted(folder.glob("log.*"))]
-    assert [text.startswith(f"Task {task} of 4: ") for task, text in enumerate(said)] == [True] * 4
-    read = IndexedDataset(folder / "x_text_document").identity
-    assert read == IndexedDataset(folder / "one_text_document").identity
-
-
 def test_torchrun_in_srun(cluster, folder, two_ranks):
     """One torchrun on each node."""
     program = on_login_node(
@@ -131,34 +105,6 @@ def test_torchrun_in_srun(cluster, folder, two_ranks):
     )
     assert program.end(150) == 0, program.err
     assert rows(folder) == two_ranks.series(*EXACT) and not left_in(folder)
-
-
-def test_torchrun_restarts_on_two_nodes(cluster, folder):
-    """A rank is killed twice. The two agents count restarts differently: one sees a failure, the
-    other may see that the first waits for it."""
-    inject.write(folder, [Fault("SIGKILL", "step", 1, 3)] * 2)
-    program = spawn_program(
-        [
-            "srun",
-            "-N2",
-            "-n2",
-            sys.executable,
-            *TORCHRUN,
-            "--max-restarts",
-            "3",
-            inject.__file__,
-            *argv(8),
-        ],
-        folder,
-        cluster.environ,
-        program=cluster.enter(slurm.LOGIN),
-    )
-    assert program.end(200) == 0, program.err
-    assert (
-        store.latest(folder / "save") == 8
-        and len(inject.injected(folder)) == 2
-        and not left_in(folder)
-    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +124,7 @@ def test_a_request_of_the_scheduler(cluster, folder, how, state):
         f" stopped after receiving SIG{'USR1' if how else 'TERM'} |"
         in (folder / "log.0").read_text()
     )
-    assert store.latest(folder / "save") >= 10 and not left_in(folder)
+    assert reading.latest(folder / "save") >= 10 and not left_in(folder)
 
 
 def test_a_killed_rank(cluster, folder):

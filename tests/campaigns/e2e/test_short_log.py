@@ -4,30 +4,17 @@ control characters."""
 from __future__ import annotations
 
 import functools
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron.analysis.log_reader import read_text
-from megatron.analysis.run_reader import read_run
 from tests.problems import numbers
 from tests.runs import SMALL, Finished, stop_in, train, with_flags, write_text
 
 LABELS = (
     "run model tokenizer batch training optimizer learning rate memory kernels data checkpoints"
-)
-GONE = (
-    "INFO:",
-    "datetime",
-    "off:",
-    "time across ranks",
-    "CUDA",
-    "Setting ",
-    "end of arguments",
-    "> ",
-    "loss scale",
 )
 
 
@@ -62,32 +49,8 @@ def test_one_screen_says_what_will_be_trained(first):
         .replace("validation test ", "")
         == LABELS
     )
-    assert len(preamble.splitlines()) < 35
+    assert len(preamble.splitlines()) < 30
     assert "8 samples = micro-batch 2 x accumulation 4 x data-parallel 1; 256 tokens" in preamble
-
-
-def test_nothing_is_wide_or_from_another_format(first):
-    assert (
-        max(len(line) for line in first.log.splitlines() if str(first.folder.parent) not in line)
-        <= 100
-    )
-    assert not [word for word in GONE if word in first.log]
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", first.log) and not re.search(
-        r"\d\.\d{10}", first.log
-    )
-
-
-def test_first_and_last_iteration_have_a_line(first):
-    records = read_text(first.log).records
-    assert [r.iteration for r in records] == [1, 5, 10, 12]
-    losses = [row["lm_loss"] for row in first.rows]
-    for record, (start, end) in zip(records, [(0, 1), (1, 5), (5, 10), (10, 12)], strict=True):
-        assert record.loss == pytest.approx(sum(losses[start:end]) / (end - start), abs=1e-4)
-    assert [(e.iteration, e.split) for e in read_text(first.log).evaluations] == [
-        (10, "validation"),
-        (12, "validation"),
-        (12, "test"),
-    ]
 
 
 def test_the_end(first):
@@ -96,17 +59,6 @@ def test_the_end(first):
     assert [line.split(" at ")[0] for line in tail[2:4]] == [" final validation", " test"]
     assert tail[4].startswith(" training finished | 12 of 12 iterations | elapsed 0:00:")
     assert f"iteration 12 in {first.save}" in first.log.splitlines()[-1]
-
-
-def test_evaluations_stand_in_the_metrics_file_too(first):
-    rows = [json.loads(line) for line in (first.folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "split" in row]
-    printed = read_text(first.log).evaluations
-    assert [(row["iteration"], row["split"]) for row in rows] == [
-        (e.iteration, e.split) for e in printed
-    ]
-    assert [row["lm_loss"] for row in rows] == pytest.approx([e.loss for e in printed], abs=1e-4)
-    assert len(read_run(str(first.folder / "metrics.jsonl")).records) == 12
 
 
 def test_a_resumed_run_says_from_where(first, tmp_path):

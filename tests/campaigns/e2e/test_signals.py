@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import store
-from megatron.training import evaluation, loop
+from megatron.checkpoint import reading
+from megatron.training import loop
 from megatron.training.launch import signals
 from tests.campaigns.e2e.programs import Program, fork_program, fork_ranks
 from tests.forkrun import run_ranks
@@ -67,22 +67,6 @@ def slow_from(iteration: int, seconds: float):
     return hook
 
 
-def slow_save() -> None:
-    """A hook: the second save takes forever, when its tensors are written and before they are
-    named."""
-    finish = store.finish
-    saves = []
-
-    def slow(*args, **kwargs) -> None:
-        saves.append(1)
-        if len(saves) == 2:
-            print("inside a save", flush=True)
-            time.sleep(600)
-        finish(*args, **kwargs)
-
-    store.finish = slow
-
-
 def ended(programs: list[Program]) -> list[tuple[int, str, list[int]]]:
     """(exit code, stderr, processes left) of each."""
     return [(p.end(), p.err, p.left_behind()) for p in programs]
@@ -128,31 +112,14 @@ def interrupt_in_training(rank: int, world: int, folder: Path, extra: list[str])
     return interrupt(rank, world, folder, extra, slow_from(6, 0.2), "slow step 7")
 
 
-def interrupt_in_save(rank: int, world: int, folder: Path) -> list:
-    return interrupt(rank, world, folder, [], slow_save, "inside a save")
-
-
 def test_ctrl_c_in_training(folder, straight):
     """With data workers: one line, exit code 130, nobody left, and the same command goes on bit for
     bit."""
     assert run_ranks(1, interrupt_in_training, folder, ["--num-workers", "2"]) == [
         [(130, GOES_ON, [])]
     ]
-    assert store.latest(folder / "save") == SAVE_EVERY
+    assert reading.latest(folder / "save") == SAVE_EVERY
     assert_goes_on(folder, straight(1))
-
-
-def test_ctrl_c_inside_a_save(folder, straight):
-    assert run_ranks(1, interrupt_in_save, folder) == [[(130, GOES_ON, [])]]
-    assert store.latest(folder / "save") == SAVE_EVERY
-    assert_goes_on(folder, straight(1))
-    assert [path.name for path in sorted((folder / "save").iterdir())] == [
-        "iter_0000004",
-        "iter_0000008",
-        "iter_0000012",
-        "latest_checkpointed_iteration.txt",
-        "run_events.jsonl",
-    ]
 
 
 def interrupt_while_waiting(rank: int, world: int, folder: Path) -> tuple:
@@ -173,19 +140,6 @@ def interrupt_while_waiting(rank: int, world: int, folder: Path) -> tuple:
 def test_ctrl_c_while_waiting_for_another_rank(folder):
     first, seconds = run_ranks(1, interrupt_while_waiting, folder)[0]
     assert first == (130, GOES_ON, []) and seconds < 30
-
-
-def interrupt_ranks(rank: int, world: int, folder: Path) -> list:
-    programs = fork_ranks(measured(folder), folder, 2, before=slow_from(6, 0.1))
-    programs[0].wait_for("slow step 7")
-    for program in reversed(programs):
-        program.interrupt()
-    return ended(programs)
-
-
-def test_ctrl_c_with_two_ranks_is_said_once(folder, straight):
-    assert run_ranks(1, interrupt_ranks, folder) == [[(130, GOES_ON, []), (130, "", [])]]
-    assert_goes_on(folder, straight(2), world=2)
 
 
 def interrupt_without(rank: int, world: int, folder: Path, dropped: list[str], at: int) -> list:
@@ -251,7 +205,7 @@ def test_a_request_saves_and_leaves(folder, straight, ranks, to, number, extra):
     """Every rank exits with 0 after the step that the request fell into; the log names the
     signal."""
     assert run_ranks(1, request, folder, ranks, to, number, extra) == [[(0, "", [])] * ranks]
-    assert store.latest(folder / "save") == 6
+    assert reading.latest(folder / "save") == 6
     log = (folder / f"log.{ranks - 1}").read_text()
     assert log.count(f" receiving {number.name} |") == 1
     if to == [1]:
@@ -278,40 +232,4 @@ def second_signal(rank: int, world: int, folder: Path) -> list:
 
 def test_a_second_signal_leaves_at_once(folder):
     assert run_ranks(1, second_signal, folder) == [[(128 + signal.SIGTERM, SECOND, [])]]
-    assert store.latest(folder / "save") == SAVE_EVERY
-
-
-def without_handler(rank: int, world: int, folder: Path) -> list:
-    program = fork_program(argv(folder, "--num-workers", "2"), folder, before=slow_from(6, 0.2))
-    program.wait_for("slow step 6")
-    os.killpg(program.pid, signal.SIGTERM)
-    return ended([program])
-
-
-def test_without_the_handler_sigterm_ends_everything(folder):
-    assert run_ranks(1, without_handler, folder) == [[(-signal.SIGTERM, "", [])]]
-
-
-def request_while_skipping(rank: int, world: int, folder: Path) -> list:
-    evaluate = evaluation.evaluate
-
-    def hook() -> None:
-        def slow(*args, **kwargs):
-            print("evaluating", flush=True)
-            time.sleep(0.3)
-            return evaluate(*args, **kwargs)
-
-        evaluation.evaluate = slow
-
-    words = argv(
-        folder, "--exit-signal-handler", "--train-range-to-skip", "2", "12", "--eval-interval", "1"
-    )
-    programs = fork_ranks(words, folder, 2, before=hook)
-    programs[1].wait_for("at iteration 3 ")
-    programs[1].signal(signal.SIGTERM)
-    return ended(programs)
-
-
-def test_a_request_is_heard_while_iterations_are_skipped(folder):
-    assert run_ranks(1, request_while_skipping, folder) == [[(0, "", [])] * 2]
-    assert 3 < store.latest(folder / "save") < ITERATIONS
+    assert reading.latest(folder / "save") == SAVE_EVERY

@@ -30,8 +30,8 @@ def test_the_page_has_the_numbers_of_the_plan(gpus, data, micro_batches, memory,
     words = [f"@{FOLDER}/llama3_8b.args", "--mock-data", "--vocab-size", "128256"]
     plot().main([*words, "--device", "cuda", "--dry-run", "--world-size", gpus])
     plan = capsys.readouterr().out
-    assert f"= data {data} x tensor 2 x" in plan and f"x {micro_batches} micro-batches" in plan
-    assert re.search(rf"^    0 .* {memory.split()[0]}$", plan, re.M)
+    assert f"= data {data} x tensor 2;" in plan and f"x accumulation {micro_batches} x" in plan
+    assert re.search(rf"^  0 .* {memory.split()[0]}$", plan, re.M)
 
 
 def test_check_script_accepts_the_job():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaigns.e2e.programs import Program, free_port, ranks_of, spawn_program
+from tests.campaigns.e2e.programs import Program, free_port, spawn_program
 from tests.forkrun import ROOT
 from tests.runs import (
     EXACT,
@@ -200,54 +199,6 @@ def test_two_nodes(folder, straight, machines):
     assert [path.name for path in files] == [f"weights_{rank:05d}.safetensors" for rank in range(4)]
     finished(on_both(folder, "two", machines, "second"))
     assert_same(folder, "two", straight)
-
-
-@pytest.mark.campaign
-def test_a_rank_killed_on_one_of_two_nodes(folder, machines):
-    """Both launchers end, and each says last who died: its own with the signal, the other with
-    rank, process and host."""
-    programs = on_both(folder, "killed", machines, "node", "--train-iters", "100000")
-    programs[1].wait_for(" iter      5/", 150)
-    victim = ranks_of(programs[1])[1]
-    os.kill(victim, 9)
-    assert [program.end(15) for program in programs] == [1, 1]
-    there, here = (
-        program.err.partition("Root Cause (first observed failure):")[2] for program in programs
-    )
-    assert (
-        f"Signal 9 (SIGKILL) received by PID {victim}\n" in here
-        and "rank      : 3 (local_rank: 1)" in here
-    )
-    assert "traceback : rank 0 ends, " in there and f"rank 3 (process {victim} on " in there
-    assert [program.left_behind() for program in programs] == [[], []]
-
-
-def test_a_port_in_use_is_one_line(tmp_path):
-    """Before torchrun, which would answer with a traceback; the second machine only connects to
-    it."""
-    with socket.create_server(("", 0)) as other:
-        port = str(other.getsockname()[1])
-        for script, words, environ in (
-            ("parallel/two_nodes.sh", ["0", "127.0.0.1"], {}),
-            ("internlm/torchrun.sh", ["7b"], {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}),
-        ):
-            done = subprocess.run(
-                ["sh", str(ROOT / "examples" / script), *words],
-                capture_output=True,
-                text=True,
-                env={
-                    **os.environ,
-                    "PYTHON": sys.executable,
-                    "MASTER_PORT": port,
-                    **environ,
-                    "OUT": str(tmp_path),
-                },
-            )
-            assert (
-                done.returncode == 1
-                and done.stderr.count("\n") == 1
-                and f"port {port} " in done.stderr
-            )
 
 
 # --- SLURM

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,24 +129,6 @@ def check_a_straight_run(quickstart: tuple[Path, str], tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.sweep
-def test_training_longer_works_as_it_says(quickstart, tmp_path):
-    folder, printed = quickstart
-    flags = ["--train-iters", "2000", "--override-opt_param-scheduler"]
-    assert " ".join(flags) in printed
-    flags[1] = "245"
-    more = train(
-        folder,
-        tmp_path / "metrics.jsonl",
-        "--load",
-        str(folder / "checkpoints"),
-        "--save",
-        str(tmp_path / "checkpoints"),
-        *flags,
-    )
-    assert [row["iteration"] for row in more] == [241, 242, 243, 244, 245]
-
-
 def check_what_it_shows(quickstart: tuple[Path, str]) -> None:
     """Samples on the way, a sample and a picture at the end, and what next."""
     folder, printed = quickstart
@@ -159,25 +140,6 @@ def check_what_it_shows(quickstart: tuple[Path, str]) -> None:
         assert word in ending
     assert any((folder / "tensorboard").iterdir()) and not (folder / "training").exists()
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.sweep
-def test_a_run_that_ends_before_the_kill_is_not_killed_and_one_that_fails_ends_it(
-    quickstart, tmp_path
-):
-    folder = shutil.copytree(quickstart[0], tmp_path / "copy")
-    environ = {**os.environ, "PYTHON": sys.executable, "QUICKSTART_DIR": str(folder)}
-    command = ["sh", str(ROOT / "examples" / "quickstart" / "run.sh")]
-    flags = [*SMALL, "--train-iters", "20", "--eval-iters", "0"]
-    done = subprocess.run(
-        [*command, *flags], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0 and "== 5." not in done.stdout and "== 6." in done.stdout
-    done = subprocess.run(
-        [*command, "--no-such-flag"], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 2
-    assert "unknown flag --no-such-flag" in done.stdout and "== 5." not in done.stdout
 
 
 @pytest.mark.sweep

@@ -168,9 +168,9 @@ def _watched(
     return outcome, details
 
 
-def _right(kind: Kind, folder: Path, good: Any, special: bool) -> list[Any]:
+def _right(kind: Kind, folder: Path, good: Any) -> list[Any]:
     """What may be said of a damaged folder; nothing where all may."""
-    if kind.oracle is None or special:
+    if kind.oracle is None:
         return [good, REFUSED] if kind.checksummed else []
     try:
         return [kind.oracle(folder)]
@@ -184,27 +184,37 @@ def one_input(
     """(outcome, details) of input `seed` of a kind: the same for the same seed."""
     chance = random.Random(f"{kind.name} {seed}")
     folder = home / "case"
+    _lay_out(folder, good)
+    name = chance.choice([name for name in good if any(fnmatch(name, one) for one in kind.damage)])
+    others = [os.environb[b"HOSTILE_PAYLOAD"], chance.choice(list(good.values()))]
+    data = mutated(good[name], chance, others)
+    what = f"{len(data)} bytes, crc32 {zlib.crc32(data):08x}"
+    (folder / name).write_bytes(data)
+    right = _right(kind, folder, value)
+    outcome, details = _watched(kind, home, value, right, SPARE_BYTES + 2 * len(data), watch)
+    return outcome, f"{kind.name}, input {seed} ({name}: {what}): {details}"
+
+
+def one_special(
+    kind: Kind, number: int, good: dict[str, bytes], value: Any, home: Path, watch: Watch
+) -> tuple[str, str]:
+    """(outcome, details) of what is no file, or has no content, in the place of one of a kind."""
+    folder = home / "case"
+    _lay_out(folder, good)
+    names = [name for name in good if any(fnmatch(name, one) for one in kind.damage)]
+    name, what = names[number % len(names)], SPECIAL[number]
+    put_special(folder / name, what)
+    right = [value, REFUSED] if kind.checksummed else []
+    spare = SPARE_BYTES + (1 << 30) * (what == "sparse")
+    outcome, details = _watched(kind, home, value, right, spare, watch)
+    return outcome, f"{kind.name}, {what} for {name}: {details}"
+
+
+def _lay_out(folder: Path, good: dict[str, bytes]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for name, data in good.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    name = chance.choice([name for name in good if any(fnmatch(name, one) for one in kind.damage)])
-    path = folder / name
-    spare = SPARE_BYTES
-    special = not kind.message and chance.random() < 0.08
-    if special:
-        what = chance.choice(SPECIAL[2 * kind.stream :])
-        put_special(path, what)
-        spare += (1 << 30) * (what == "sparse")
-    else:
-        others = [os.environb[b"HOSTILE_PAYLOAD"], chance.choice(list(good.values()))]
-        data = mutated(good[name], chance, others)
-        what = f"{len(data)} bytes, crc32 {zlib.crc32(data):08x}"
-        path.write_bytes(data)
-        spare += 2 * len(data)
-    right = _right(kind, folder, value, special)
-    outcome, details = _watched(kind, home, value, right, spare, watch)
-    return outcome, f"{kind.name}, input {seed} ({name}: {what}): {details}"
 
 
 def one_forged(kind: Kind, name: str, home: Path, watch: Watch) -> tuple[str, str]:
@@ -218,7 +228,7 @@ def one_forged(kind: Kind, name: str, home: Path, watch: Watch) -> tuple[str, st
 
 def run(kinds: list[Kind], count: int, home: Path) -> tuple[dict[str, dict[str, int]], list[str]]:
     """({kind: {outcome: inputs}}, the bad ones) of `count` damaged inputs of a kind that costs 1,
-    and of all forged ones."""
+    and of all special and forged ones."""
     watch = Watch()
     signal.signal(signal.SIGALRM, _late)
     before = {path.name for path in home.parent.iterdir()}
@@ -229,6 +239,8 @@ def run(kinds: list[Kind], count: int, home: Path) -> tuple[dict[str, dict[str, 
         cases: list[tuple[str, str]] = []
         for seed in range(max(2, math.ceil(count / kind.cost))):
             cases.append(one_input(kind, seed, good, value, home, watch))
+        for number in range(2 * kind.stream, len(SPECIAL) * (not kind.message)):
+            cases.append(one_special(kind, number, good, value, home, watch))
         cases += [one_forged(kind, name, home, watch) for name in kind.forged]
         bad += [f"{outcome}: {details}" for outcome, details in cases if outcome.startswith("BAD")]
         counts[kind.name] = dict(collections.Counter(outcome for outcome, _ in cases))

@@ -10,25 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 
 from megatron.analysis.run_reader import read_run
 from megatron.args_file import read_words
 from megatron.arguments import Problems
-from megatron.checkpoint import lock, skip_log, store
+from megatron.checkpoint import lock, reading, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.store import candidates
+from megatron.checkpoint.reading import candidates
 from megatron.config import command_line
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
+from megatron.data.document_sources import DocumentSources
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.ledger import Ledger, read_ledger
 from megatron.data.megatron_order import open_corpus
 from megatron.data.pair_checksums import write_sums
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.samples import Samples
 from megatron.data.tokenizers import metadata
 from megatron.data.tokenizers.build import build_tokenizer
@@ -40,12 +37,8 @@ from tests.campaigns.hostile.campaign import Kind, run_tool
 from tests.core.checkpoint.saves import Unsynced, save
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
 from tests.load_tool import load_tool
+from tests.pairs import PairWriter
 from tests.tools.chat.conversations import CONVERSATIONS
-from tests.tools.in_process import use_it
-from tools.convert.hf_files import side_files
-from tools.convert.inspect_checkpoint import inspect
-from tools.convert.links import ConversionError
-from tools.convert.torch_files import read_file
 
 INSPECT = load_tool("inspect_data")
 PLOT = load_tool("plot")
@@ -62,40 +55,11 @@ def read_checkpoint(folder: Path) -> Any:
     tries, problems = candidates(folder / "run")
     if not tries:
         raise ValueError("nothing there: " + "; ".join(problems))
-    found = store.load(folder / "run") or store.load(tries[0].path, tries[0].step)
+    found = reading.load(folder / "run") or reading.load(tries[0].path, tries[0].step)
     with found.reader() as reader:
         reader.verify()
         tensors = {name: reader.read(name).tolist() for name in sorted(reader.names())}
     return tensors, found.args, repr(found.state), found.iteration
-
-
-def make_torch_file(folder: Path) -> None:
-    torch.save(
-        {
-            "model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)},
-            "args": {"num_layers": 2, "names": ["x", "y"], "nested": {"lr": 1e-4}},
-            "iteration": 20,
-        },
-        folder / "m.pt",
-    )
-
-
-def read_torch_file(folder: Path) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        use_it(patch)
-        file = read_file(folder / "m.pt", ("model",))
-    return {name: part.read().tolist() for name, part in file.tensors.items()}, file.values
-
-
-def make_hugging_face(folder: Path) -> None:
-    from megatron.checkpoint.safetensors_file import Entry, write_file
-
-    weight = torch.arange(12.0).view(3, 4)
-    write_file(folder / "model.safetensors", [Entry("w", torch.float32, (3, 4), weight)])
-    config = {"model_type": "llama", "hidden_size": 4, "num_hidden_layers": 1, "vocab_size": 3}
-    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 1e4}))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
-    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
 
 
 # --- data
@@ -106,7 +70,7 @@ def pair(dtype: type, *documents: tuple[int, ...]) -> Callable[[Path], None]:
 
     def make(folder: Path) -> None:
         numbers = np.random.default_rng(3)
-        with IndexedDatasetBuilder(folder / "d", dtype) as builder:
+        with PairWriter(folder / "d", dtype) as builder:
             for lengths in documents:
                 builder.add_document(numbers.integers(0, VOCAB, sum(lengths)), lengths)
 
@@ -198,6 +162,20 @@ def read_texts(folder: Path) -> list[list[list[int]]]:
         for first, end in itertools.pairwise(corpus.document_indices.tolist())
     ]
     return [document for document in documents if document]
+
+
+def make_sources(folder: Path) -> None:
+    make_texts(folder)
+    words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", oracles.VOCAB)
+    preprocess(folder, *words, "--max-bad-records", 9, "--metadata-keys", "n", "url")
+
+
+def read_sources(folder: Path) -> list[Any]:
+    prefix = str(folder / "x_text_document")
+    if "problem" in INSPECT.check_pair(prefix, None, all_tokens=False):
+        raise ValueError("damaged")
+    sources = DocumentSources(prefix)
+    return [sources.document(number)["fields"] for number in range(len(sources))]
 
 
 def read_chat_data(folder: Path) -> bytes:
@@ -357,19 +335,6 @@ def read_logs(folder: Path) -> Any:
     return plots, [repr(read_run(str(folder / name))) for name in names]
 
 
-def make_ledger(folder: Path) -> None:
-    ledger = Ledger(str(folder / "ledger"), 32)
-    for iteration in range(1, 6):
-        ledger.record(iteration, 8 * iteration, 8, 12345 * iteration)
-    ledger.skip(6, [48, 56, 64])
-
-
-def read_a_ledger(folder: Path) -> Any:
-    length, records = read_ledger(str(folder / "ledger"))
-    Ledger(str(folder / "ledger"), length)
-    return length, records.tolist()
-
-
 def make_skips(folder: Path) -> None:
     texts = ("user", "command line", "2026-01-01T00:00:00Z")
     new = [
@@ -429,14 +394,6 @@ KINDS = [
         CHECKPOINT_ERRORS,
         checksummed=True,
     ),
-    Kind("PyTorch .pt", make_torch_file, read_torch_file, ("m.pt",)),
-    Kind(
-        "Hugging Face folder",
-        make_hugging_face,
-        lambda folder: (inspect(folder, None, True), len(side_files(folder))),
-        ("config.json", "model.safetensors", "tokenizer_config.json", "special_tokens_map.json"),
-        (CheckpointError, ConversionError, ValueError, OSError),
-    ),
     Kind(".idx, .bin", make_pair, read_pair, ("d.idx", "d.bin"), checksummed=True),
     Kind("PREFIX.json", make_pair, read_pair, ("d.json",), checksummed=True),
     *(
@@ -473,6 +430,7 @@ KINDS = [
         cost=0.25,
         oracle=oracles.texts,
     ),
+    Kind("sources", make_sources, read_sources, ("*.sources",), checksummed=True),
     Kind(
         "chat records",
         make_chat_data,
@@ -526,7 +484,6 @@ KINDS = [
         (Problems, OSError),
     ),
     Kind("logs, metrics", make_logs, read_logs, ("x.log", "metrics.jsonl"), cost=4),
-    Kind("data ledger", make_ledger, read_a_ledger, ("ledger",)),
     Kind("skips.jsonl", make_skips, read_skips, ("skips.jsonl",), (CheckpointError,)),
     Kind(
         "control file",

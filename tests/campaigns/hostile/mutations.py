@@ -20,6 +20,7 @@ VALUES = [
 ]
 BINARY = [0, 1, 2, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
 SPECIAL = ["pipe", "sparse", "directory", "/dev/zero", "/dev/full", "empty", "loop", "missing"]
+SPECIAL += ["depth"]  # of brackets
 SPARSE_BYTES = 8 << 30
 
 
@@ -37,6 +38,8 @@ def put_special(path: Path, kind: str) -> None:
         os.mkfifo(path)
     elif kind == "directory":
         path.mkdir()
+    elif kind == "depth":
+        path.write_text("[" * 200_000 + "]" * 200_000)
     elif kind in ("sparse", "empty"):
         path.touch()
         os.truncate(path, SPARSE_BYTES if kind == "sparse" else 0)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import store
+from megatron.checkpoint import reading
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import command_line
 from megatron.features.registry import RunConfig
-from megatron.training.checkpointing import load, save, saved_args
+from megatron.training.checkpointing import save, saved_args, start
 from megatron.training.run import Run
 from tests.campaigns.hostile import forged
 from tests.campaigns.hostile.campaign import Kind, Refused
@@ -55,7 +55,7 @@ class SavedRun:
         run.progress.data_order = {"of": "before"}
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            load.load_checkpoint(run)
+            start.load_checkpoint(run)
         named = _NAMED.search(said.getvalue())
         return named and named[1], _state(run)
 
@@ -96,7 +96,7 @@ def read_saved_flags(folder: Path) -> str:
             )
         except SystemExit:
             raise Refused(said.getvalue()) from None
-    return repr((line.config, saved_args.saved_config(store.load(folder / "run"))))
+    return repr((line.config, saved_args.saved_config(reading.load(folder / "run"))))
 
 
 RUN = SavedRun()

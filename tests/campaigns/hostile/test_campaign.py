@@ -39,9 +39,11 @@ def attack(rank: int, world: int, home: str, count: int, part: int):
     os.fsync = lambda _: None
     folder = Path(home) / "cases"
     folder.mkdir()
+    rooms = [*ROOT.glob("tests/features/*/hostile_kinds.py")]
+    rooms += ROOT.glob("addons/**/hostile_kinds.py")
     features = [
         importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for path in sorted(ROOT.glob("tests/features/*/hostile_kinds.py"))
+        for path in sorted(rooms)
     ]
     every = [kind for each in (kinds, run_kinds, tool_kinds, *features) for kind in each.KINDS]
     found = [kind for kind in every if kind.runs_here()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint import store
+from megatron.checkpoint import reading, store
 from megatron.checkpoint.filesystem import Disk, explained
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
@@ -40,7 +40,7 @@ def save(root, iteration: int, disk: Disk | None = None, version: int = 0) -> Pa
 
 def assert_good(root, iteration: int, step: int | None = None) -> int:
     """What `root` means is the whole checkpoint of `iteration`; returns its version."""
-    found = store.load(root, step)
+    found = reading.load(root, step)
     assert found is not None and found.iteration == iteration and found.args == ARGS
     assert (
         found.state.iteration == iteration and found.state.consumed_train_samples == 16 * iteration

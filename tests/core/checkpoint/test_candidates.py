@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.store import Candidate, candidates
+from megatron.checkpoint.reading import Candidate, candidates
 from megatron.config import run_directory
 from tests.core.checkpoint.saves import assert_good, save
 from tests.problems import assert_problem, raises

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import retention, store
+from megatron.checkpoint import reading, retention, store
 from megatron.checkpoint.filesystem import CheckpointError, Disk
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
@@ -78,6 +78,11 @@ CASES = {  # what is there before, the save of iteration 20 version 1, the file 
         lambda root, disk: save(root, 20, disk, version=1),
         NoExchange,
     ),
+    "before a newer one": (
+        many(20, 40),
+        lambda root, disk: save(root, 20, disk, version=1),
+        NoExchange,
+    ),
     "with leftovers of a killed one": (
         with_leftovers,
         lambda root, disk: save(root, 20, disk, version=1),
@@ -119,7 +124,7 @@ def check_case(case: str, folder: Path, most: int) -> tuple[int, int, set]:
     root = folder / "run"
     root.mkdir()
     before(root)
-    old = store.latest(root)
+    old = reading.latest(root)
     disk = kind(root)
     act(root, disk)
     assert assert_good(root, 20) == 1
@@ -128,7 +133,7 @@ def check_case(case: str, folder: Path, most: int) -> tuple[int, int, set]:
     crashed = folder / "crashed"
     for tree in states:
         lay_out(tree, crashed)
-        latest = store.latest(crashed)
+        latest = reading.latest(crashed)
         assert latest in (old, 20), f"the tracker names {latest}"
         found.add((latest, assert_good(crashed, latest) if latest is not None else None))
         for iteration in run_directory.iterations(crashed):
@@ -178,7 +183,7 @@ def test_a_crash_while_a_snapshot_is_written_leaves_the_other_one(memory_path):
         lay_out(tree, memory_path / "crashed")
         here = {}
         for slot in run_directory.slots(memory_path / "crashed"):
-            with_what = store.latest(slot)
+            with_what = reading.latest(slot)
             if with_what is not None:
                 here[with_what] = assert_good(slot, with_what)
         assert here.keys() <= {10, 15, 20} and 15 in here

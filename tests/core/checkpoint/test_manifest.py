@@ -10,7 +10,14 @@ import pytest
 from megatron.checkpoint.filesystem import (
     CheckpointError,
 )
-from megatron.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, merge, parse
+from megatron.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    SavedChunk,
+    TensorRecord,
+    merge,
+    parse,
+)
 from megatron.checksums import crc32
 from megatron.config.run_directory import (
     ForeignCheckpoint,
@@ -20,8 +27,8 @@ from tests import problems
 FILE = "weights_00000.safetensors"
 
 
-def chunk(box, file=FILE, sums=("00000001",), key=None) -> Chunk:
-    return Chunk(file, key or f"w{box}", box, sums)
+def chunk(box, file=FILE, sums=("00000001",), key=None) -> SavedChunk:
+    return SavedChunk(file, key or f"w{box}", box, sums)
 
 
 def example() -> Manifest:

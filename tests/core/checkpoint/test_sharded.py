@@ -14,7 +14,8 @@ from megatron import checksums
 from megatron.checkpoint import manifest, safetensors_file, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.manifest import FileRecord, Manifest
-from megatron.checkpoint.sharded import Reader, TensorSlice, write
+from megatron.checkpoint.sharded import TensorSlice, write
+from megatron.checkpoint.sharded_reader import Reader
 from tests import problems
 from tests.core.checkpoint.random_bits import random_tensor, same_bits
 
@@ -30,43 +31,12 @@ def grid(rng: random.Random, shape) -> list[tensor_slices.Box]:
     return list(itertools.product(*pairs))
 
 
-def flat_range(shape, start: int, stop: int) -> list[tensor_slices.Box]:
-    """The boxes of elements [start, stop) of a row-major tensor, as a ZeRO rank holds them: at most
-    2k - 1."""
-    if start >= stop:
-        return []
-    if start == 0 and stop == torch.Size(shape).numel():
-        return [tensor_slices.whole(shape)]
-    row = torch.Size(shape[1:]).numel()
-    first = start // row
-    last = stop // row
-    if len(shape) == 1:
-        return [((start, stop),)]
-
-    def in_row(index: int, low: int, high: int) -> list[tensor_slices.Box]:
-        return [((index, index + 1), *box) for box in flat_range(shape[1:], low, high)]
-
-    if first == last:
-        return in_row(first, start - first * row, stop - first * row)
-    head = in_row(first, start - first * row, row) if start % row else []
-    middle = (
-        [((first + bool(start % row), last), *tensor_slices.whole(shape[1:]))]
-        if first + bool(start % row) < last
-        else []
-    )
-    return head + middle + in_row(last, 0, stop % row)
-
-
 def random_box(rng: random.Random, shape) -> tensor_slices.Box:
     return (
         tuple(sorted((rng.randint(0, size), rng.randint(0, size))) for size in shape)
         if rng.random() < 0.9
         else tensor_slices.whole(shape)
     )
-
-
-def as_box(box) -> tensor_slices.Box:
-    return tuple((low, high) for low, high in box)
 
 
 def save_cut(folder, rng, tensors, ranks: int, block: int) -> Manifest:
@@ -81,9 +51,8 @@ def save_cut(folder, rng, tensors, ranks: int, block: int) -> Manifest:
             cut = [
                 (rank, box)
                 for rank, (low, high) in enumerate(ranges)
-                for box in flat_range(shape, low, high)
+                for box in tensor_slices.of_range(low, high, shape)
             ]
-            assert len(cut) <= ranks * (2 * len(shape) - 1)
         else:
             cut = [(rng.randrange(ranks), box) for box in grid(rng, shape)]
             cut = cut if tensor.numel() else cut[:1]
@@ -125,7 +94,7 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
             assert reader.shape(name) == tuple(tensor.shape) and reader.dtype(name) == tensor.dtype
             assert same_bits(reader.read(name), tensor)
             for _ in range(5):
-                box = as_box(random_box(rng, tensor.shape))
+                box = random_box(rng, tensor.shape)
                 assert same_bits(reader.read(name, box), tensor[tensor_slices.slices(box)]), (
                     name,
                     box,
@@ -134,45 +103,6 @@ def test_any_cut_is_read_back_as_any_box(tmp_path, monkeypatch, seed):
                 turned = turned.permute(tuple(reversed(range(tensor.dim()))))
                 assert reader.read(name, box, into=turned) is turned
                 assert same_bits(turned, tensor[tensor_slices.slices(box)])
-
-
-def test_blocks_of_any_size_the_manifest_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_file, "SECTION_BYTES", 8192)
-    tensor = random_tensor(torch.float32, (300, 70))
-    part = write(tmp_path, "w.safetensors", [TensorSlice.whole("w", tensor)], 7)
-    raw = safetensors_file.bytes_of(tensor)
-    for block in (4096, 16384, 65536):
-        chunk = replace(part.tensors["w"].chunks[0], sums=checksums.block_sums(raw, block))
-        table = replace(
-            part, block_bytes=block, tensors={"w": replace(part.tensors["w"], chunks=(chunk,))}
-        )
-        with Reader(tmp_path, manifest.parse(table.dump(), "x")) as reader:
-            assert same_bits(reader.read("w"), tensor) and reader.verify() == 300 * 70 * 4
-            assert same_bits(reader.read("w", ((17, 290), (3, 66))), tensor[17:290, 3:66])
-
-
-def test_into_a_parameter_in_place(tmp_path):
-    tensor = torch.randn(8, 6)
-    part = write(tmp_path, "w.safetensors", [TensorSlice.whole("w", tensor)], 7)
-    parameter = torch.nn.Parameter(torch.zeros(4, 6))
-    address = parameter.data_ptr()
-    with Reader(tmp_path, part) as reader:
-        reader.read("w", ((4, 8), (0, 6)), into=parameter)
-        reader.read("w", ((4, 8), (0, 6)), into=parameter.data)
-    assert torch.equal(parameter.detach(), tensor[4:]) and parameter.data_ptr() == address
-
-
-def test_the_file_is_plain_safetensors_with_readable_keys(tmp_path):
-    tensor = torch.arange(12.0).reshape(4, 3)
-    slices = [
-        TensorSlice("w", (4, 3), torch.float32, ((0, 2), (0, 3)), tensor[:2]),
-        TensorSlice("w", (4, 3), torch.float32, ((2, 4), (0, 3)), lambda: tensor[2:]),
-        TensorSlice.whole("b", torch.tensor(5)),
-    ]
-    write(tmp_path, "weights_00000.safetensors", slices, 7)
-    with safetensors_file.SafetensorsFile(tmp_path / "weights_00000.safetensors") as file:
-        assert sorted(file.locations) == ["b", "w[0:2,0:3]", "w[2:4,0:3]"]
-        assert torch.equal(file.read("w[2:4,0:3]"), tensor[2:])
 
 
 def test_a_rank_without_data_writes_no_file_but_its_names(tmp_path):

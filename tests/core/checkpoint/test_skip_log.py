@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from megatron.checkpoint import skip_log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.skip_log import SkipRecord
@@ -26,8 +24,8 @@ OLD = {"s0": 72, "s1": 160, "tokens": 256, "reason": "user", "source": "command 
 
 def test_there_and_back(tmp_path):
     assert skip_log.read(tmp_path / "none") == ([], "")
-    skip_log.append(tmp_path / "run", [ONE.line()])
-    skip_log.append(tmp_path / "run", [TWO.line()])
+    skip_log.record(tmp_path / "run", [ONE])
+    skip_log.record(tmp_path / "run", [ONE, TWO])
     lines, torn = skip_log.read(tmp_path / "run")
     assert torn == "" and skip_log.parse(lines, "x") == [ONE, TWO]
     assert TWO.iterations.ranges == ((30, 31), (35, 35))
@@ -46,49 +44,8 @@ def test_files_of_earlier_programs():
     assert found == [SkipRecord(ranges, **OLD) for ranges in ("10-20", "5-6 9-9")]
 
 
-@pytest.mark.parametrize("keep", range(0, len(ONE.line()) + 2, 7))
-def test_a_line_cut_off_anywhere(tmp_path, keep):
-    """It does not count and goes with the next line; a whole one without its end counts and
-    stays."""
-    whole = f"{ONE.line()}\n{TWO.line()}\n"
-    path = tmp_path / skip_log.FILE_NAME
-    path.write_text(whole + ONE.line()[:keep])
-    lines, torn = skip_log.read(tmp_path)
-    assert (lines, torn) == ([ONE.line(), TWO.line()], ONE.line()[:keep])
-    skip_log.append(tmp_path, [TWO.line()])
-    assert path.read_text() == whole + TWO.line() + "\n"
-    path.write_text(whole + ONE.line())
-    assert skip_log.read(tmp_path) == ([ONE.line(), TWO.line(), ONE.line()], "")
-    skip_log.append(tmp_path, [TWO.line()])
-    assert path.read_text() == whole + ONE.line() + "\n" + TWO.line() + "\n"
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "",
-        "x",
-        "[]",
-        "{}",
-        '{"forget": 3, "time": "x"}',
-        json.dumps({"id": "10-20", "c": 10, "b": 20, **OLD, "hash": "ab"}),
-        json.dumps({"id": "10-20", "a": 21, "b": 20, **OLD, "hash": "ab"}),
-        ONE.line().replace("72", '"72"'),
-        ONE.line().replace("72", "160"),
-        *(
-            record(ranges).line()
-            for ranges in ("", "5-7 6-15", "15-15 5-7", "5-7 8-9", "5-7 15", "5-x", "9-5", "0-37")
-        ),
-        *(record(ranges).line() for ranges in ("5-37 ", "5_0-5_1", "5-7  9-9")),
-    ],
-)
-def test_damage_is_one_clear_error(bad):
-    with problems.raises(CheckpointError, "skip-record-malformed", "F, line 2: "):
-        skip_log.parse([ONE.line(), bad, TWO.line()], "F")
-
-
 def test_replacing(tmp_path):
-    skip_log.append(tmp_path, [ONE.line()])
+    skip_log.record(tmp_path, [ONE])
     skip_log.write(tmp_path, [TWO.line(), ONE.line()])
     assert (
         skip_log.read(tmp_path) == ([TWO.line(), ONE.line()], "")

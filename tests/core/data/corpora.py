@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron.data.build import Splits
 from megatron.data.plan_table import Row
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.request import DataRequest
 from megatron.data.sources import source_of
+from tests.pairs import PairWriter
 
 LENGTHS = [5, 3, 8, 2, 7, 4]  # the corpus of the golden vectors: 29 tokens
 
@@ -28,7 +28,7 @@ def write_corpus(
     `vocab`."""
     random = None if seed is None else np.random.default_rng(seed)
     at = 0
-    with IndexedDatasetBuilder(prefix, dtype) as builder:
+    with PairWriter(prefix, dtype) as builder:
         for length in lengths:
             tokens = (
                 np.arange(at, at + length) if random is None else random.integers(0, vocab, length)

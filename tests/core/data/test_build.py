@@ -73,11 +73,6 @@ def test_no_validation_set_is_built_where_nothing_is_validated(corpora):
         assert data_order_fingerprint(train, valid)["valid"] is None
 
 
-def test_the_default_split(corpora, capsys):
-    assert build((50, 20, 0), data_path=[corpora[0]])[0].sequences == range(0, 39)
-    assert "(0, 0.969)" in capsys.readouterr().out
-
-
 def test_the_cache_lies_beside_the_data_or_where_asked(corpora, tmp_path):
     build(data_path=[corpora[0]], split="80,15,5")
     beside = tmp_path / "a" / "cache" / "GPTDataset_indices"
@@ -86,15 +81,6 @@ def test_the_cache_lies_beside_the_data_or_where_asked(corpora, tmp_path):
     names = [path.name.split("-")[1] for path in (tmp_path / "asked").iterdir()]
     assert (names.count("GPTDataset"), names.count("BlendedDataset")) == (2 * 3 * 4, 3 * 3)
     assert not (tmp_path / "b").exists()
-
-
-def test_a_directory_nobody_can_write_to(corpora, tmp_path, capsys):
-    (tmp_path / "a").write_text("a file where the cache directory would be")
-    train, _, _ = build((50, 0, 0), data_path=[corpora[0]])
-    text = capsys.readouterr().out
-    assert len(train) >= 50 and text.count("WARNING") == 1 and "--data-cache-path" in text
-    with problems.raises(ValueError, "path-not-writable", "--data-cache-path"):
-        build(data_path=[corpora[0]], data_cache_path=str(tmp_path / "a" / "x"))
 
 
 def test_splits_without_share_or_samples_are_none(corpora):
@@ -154,12 +140,6 @@ def test_data_of_each_split(corpora, tmp_path):
     again = build((50, 20, 4), per_split_data_args_path=str(path))
     assert [train[i].tolist() for i in range(50)] == [again[0][i].tolist() for i in range(50)]
     assert valid[3].tolist() == again[1][3].tolist()
-
-
-def test_data_args_path(corpora, tmp_path):
-    path = tmp_path / "words"
-    path.write_text(" ".join(corpora))
-    assert len(build((50, 0, 0), data_args_path=str(path))[0].datasets) == 3
 
 
 def test_mock_data_needs_no_files(tmp_path, monkeypatch, capsys):
@@ -245,13 +225,6 @@ def test_weights_need_a_size(corpora):
         build((None, 0, 0), data_path=["1", corpora[0], "2", corpora[1]])
 
 
-def test_missing_data_is_one_message(tmp_path):
-    with problems.raises(FileNotFoundError, "data-not-found", "nothing.idx"):
-        build(data_path=[str(tmp_path / "nothing")])
-    with problems.raises(FileNotFoundError, "data-not-found", "0.3"):
-        build(data_path=["0.3", str(tmp_path / "a"), "0.7"])
-
-
 def test_token_ids_are_not_looked_at_unless_asked(corpora):
     assert build((50, 0, 0), {"vocab_size": 5, "check_tokens": False}, data_path=[corpora[0]])[0]
 
@@ -286,16 +259,6 @@ def test_the_data_order_is_recorded(corpora, tmp_path):
         assert any(line.startswith(f"{key}: ") for line in lines), (key, lines)
     line = data_order_differences(saved, cases["train.sequence_length"])[0]
     assert numbers(line) == [8, 9] and line.endswith("(--seq-length)")
-
-
-def test_moved_data_is_the_same_data(corpora, tmp_path):
-    saved = fingerprint((50, 0, 0), data_path=[corpora[0]])
-    for end in (".bin", ".idx"):
-        (tmp_path / f"a{end}").rename(tmp_path / f"moved{end}")
-    assert (
-        data_order_differences(saved, fingerprint((50, 0, 0), data_path=[str(tmp_path / "moved")]))
-        == []
-    )
 
 
 def test_the_order_of_a_blend(corpora):

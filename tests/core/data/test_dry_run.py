@@ -10,7 +10,7 @@ import pytest
 from megatron.data.blend import members as blend_members
 from megatron.data.dry_run import Shortage, read_splits, shortages
 from megatron.data.indexed_dataset import HEADER
-from megatron.data.plan_table import Row
+from megatron.data.plan_table import Row, validation_note
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 
@@ -162,3 +162,17 @@ def test_scattered_sequences_are_planned_in_megatrons_order(tmp_path: Path) -> N
         planned_rows(
             data_flags(data_path=[prefix], split="1,0,0", data_order="epoch"), (50, 0, 0), 8
         )
+
+
+def test_validation_that_repeats_itself_is_noted():
+    """More than 20 epochs of all its data together, not of one small part or of training."""
+
+    def row(split: str, tokens: int, samples: float) -> Row:
+        return Row(split, "a", 1, tokens, samples, 10)
+
+    assert not validation_note([row("train", 100, 5000), row("valid", 100, 200)])
+    (line,) = validation_note([row("train", 100, 1), row("valid", 100, 2010)])
+    problems.assert_problem(line, "validation-repeats", "--eval-iters")
+    assert 201 in problems.numbers(line) and 100 in problems.numbers(line)
+    assert not validation_note([row("valid", 100, 300), row("valid", 900, 300)])
+    assert not validation_note([]) and not validation_note([row("valid", 0, 9)])

@@ -4,11 +4,8 @@ nobody can write to."""
 from __future__ import annotations
 
 import errno
-import json
-import multiprocessing
 import os
 import pickle
-from pathlib import Path
 
 import numpy as np
 
@@ -53,13 +50,6 @@ def test_a_damaged_array_is_said_and_not_used(tmp_path, capsys):
         path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
         assert cache.load("Kind", "text", ARRAYS) is None
     assert "WARNING" in capsys.readouterr().out
-
-
-def test_a_pickled_array_is_never_opened(tmp_path):
-    cache = IndexCache(str(tmp_path))
-    cache.store("Kind", "text", ARRAYS)
-    np.save(next(tmp_path.glob("*-a.npy")), np.array([{}], dtype=object), allow_pickle=True)
-    assert cache.load("Kind", "text", ARRAYS) is None
 
 
 def test_another_description_under_the_same_name_is_no_hit(tmp_path):
@@ -107,40 +97,3 @@ def test_files_are_pickled_as_paths(tmp_path):
     stored = cache.store("Kind", "text", {"big": np.arange(100_000)})
     sent = pickle.dumps(stored)
     assert len(sent) < 1000 and (pickle.loads(sent)["big"] == np.arange(100_000)).all()
-
-
-def _store_and_load(folder: str, rounds: int, found: multiprocessing.Queue) -> None:
-    cache = IndexCache(folder)
-    bad = 0
-    for number in range(rounds):
-        arrays = {"a": np.full(20_000, number), "b": np.full(20_000, number)}
-        loaded = cache.load("Kind", f"entry {number}", arrays) or cache.store(
-            "Kind", f"entry {number}", arrays
-        )
-        bad += any((loaded[name] != number).any() or len(loaded[name]) != 20_000 for name in arrays)
-    found.put(bad)
-
-
-def test_concurrent_builders_never_see_half_an_entry(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    found = context.Queue()
-    workers = [
-        context.Process(target=_store_and_load, args=(str(tmp_path), 40, found)) for _ in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    assert [found.get(timeout=60) for _ in workers] == [0] * 4
-    for worker in workers:
-        worker.join()
-    assert len(list(tmp_path.iterdir())) == 40 * 3  # and no file set aside is left
-
-
-def test_a_killed_builder_leaves_no_entry(tmp_path):
-    """Everything but the description is there, as after kill -9 just before the end."""
-    cache = IndexCache(str(tmp_path))
-    cache.store("Kind", "text", ARRAYS)
-    description = next(tmp_path.glob("*description.txt"))
-    description.rename(Path(f"{description}.0123.tmp"))
-    assert cache.load("Kind", "text", ARRAYS) is None
-    cache.store("Kind", "text", ARRAYS)
-    assert json.dumps(cache.load("Kind", "text", ARRAYS)["a"].tolist()) == "[0, 1, 2, 3, 4]"

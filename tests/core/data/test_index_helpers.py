@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
-import time
 import types
 from types import ModuleType
 
@@ -148,24 +146,6 @@ def test_exhaustive_blending_uses_every_sample_once(cpp):
             assert list(zip(ids.tolist(), samples.tolist(), strict=True)) == wanted
 
 
-def test_larger_input_is_the_same_in_both(cpp):
-    random = np.random.default_rng(4)
-    lengths = random.integers(1, 2000, 200_000).astype(np.int32)
-    entries = random.permutation(len(lengths)).astype(np.int32)
-    samples = (int(lengths.sum()) - 1) // 512
-    rows = np.empty((samples + 1, 2), np.int32)
-    twin = np.empty((samples + 1, 2), np.int32)
-    cpp.fill_sample_index(lengths, entries, 512, rows)
-    index_helpers.fill_sample_index(lengths, entries, 512, twin)
-    assert (rows == twin).all()
-    weights = random.random(150)
-    weights /= weights.sum()
-    found = [(np.empty(100_000, np.int16), np.empty(100_000, np.int64)) for _ in range(2)]
-    cpp.fill_blending(weights, *found[0])
-    index_helpers.fill_blending(weights, *found[1])
-    assert (found[0][0] == found[1][0]).all() and (found[0][1] == found[1][1]).all()
-
-
 def test_too_few_tokens_are_refused(cpp):
     lengths = np.array([3, 4], np.int32)
     entries = np.array([0, 1], np.int32)
@@ -200,30 +180,6 @@ def test_ties_fall_the_same_with_fused_multiply_add(cpp):
         cpp.fill_blending(weights, *found[0])
         index_helpers.fill_blending(weights, *found[1])
         assert found[0][0].tolist() == found[1][0].tolist()
-
-
-def test_the_cpp_releases_the_gil(cpp):
-    """Another thread counts on while the C++ works."""
-    weights = np.full(64, 1 / 64)
-    ids = np.empty(3_000_000, np.int16)
-    samples = np.empty(3_000_000, np.int64)
-    ticks = []
-    done = threading.Event()
-
-    def count():
-        while not done.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    start = time.perf_counter()
-    cpp.fill_blending(weights, ids, samples)
-    end = time.perf_counter()
-    done.set()
-    thread.join()
-    inside = [tick for tick in ticks if start < tick < end]
-    assert end - start > 0.02 and len(inside) > 3
 
 
 def test_sample_index_dtype_grows_only_when_it_must():

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import resource
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import CODES, IndexedDataset
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder, optimal_dtype
+from megatron.data.preprocess.dataset_writer import write_index
 from tests import problems
 from tests.core.data.corpora import write_corpus
 from tests.forkrun import run_ranks
+from tests.pairs import PairWriter
 
 BIN = "0a000b000c00140015001e001f002000"
 IDX = "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000200000003000000000000000000000006000000000000000a00000000000000000000000000000001000000000000000300000000000000"
 
 
 def write_golden(prefix: Path) -> str:
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+    with PairWriter(prefix, np.uint16) as builder:
         builder.add_document([10, 11, 12], [3])
         builder.add_document([20, 21, 30, 31, 32], [2, 3])
     return str(prefix)
@@ -34,19 +33,6 @@ def test_golden_bytes(tmp_path):
     assert Path(prefix + ".bin").read_bytes().hex() == BIN
     assert Path(prefix + ".idx").read_bytes().hex() == IDX
     assert sorted(path.name for path in tmp_path.iterdir()) == ["golden.bin", "golden.idx"]
-
-
-def test_golden_merge(tmp_path):
-    prefix = write_golden(tmp_path / "golden")
-    with IndexedDatasetBuilder(tmp_path / "merged", np.uint16) as builder:
-        builder.add_index(prefix)
-        builder.add_index(prefix)
-    merged = IndexedDataset(tmp_path / "merged")
-    assert merged.sequence_lengths.tolist() == [3, 2, 3, 3, 2, 3]
-    assert merged.sequence_pointers.tolist() == [0, 6, 10, 16, 22, 26]
-    assert merged.document_indices.tolist() == [0, 1, 3, 4, 6]
-    assert Path(merged.idx_file).stat().st_size == 146
-    assert Path(merged.bin_file).read_bytes().hex() == BIN * 2
 
 
 def test_read_items_and_parts(tmp_path):
@@ -61,31 +47,13 @@ def test_read_items_and_parts(tmp_path):
             data.get(*wrong)
 
 
-def test_items_are_read_only(tmp_path):
-    assert not IndexedDataset(write_golden(tmp_path / "golden"))[1].flags.writeable
-
-
-def test_an_empty_document_has_no_sequence(tmp_path):
-    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
-        builder.add_document([1], [1])
-        builder.end_document()
-        builder.add_item([2, 3])
-        builder.end_document()
-    data = IndexedDataset(tmp_path / "d")
-    assert data.sequence_lengths.tolist() == [1, 2] and data.document_indices.tolist() == [
-        0,
-        1,
-        1,
-        2,
-    ]
-
-
 def test_an_empty_corpus_and_empty_sequences(tmp_path):
-    IndexedDatasetBuilder(tmp_path / "none", np.int32).finalize()
+    with PairWriter(tmp_path / "none"):
+        pass
     data = IndexedDataset(tmp_path / "none")
     data.check()
     assert len(data) == 0 and data.num_documents == 0 and data.identity["sequences"] == 0
-    with IndexedDatasetBuilder(tmp_path / "zero", np.int32) as builder:
+    with PairWriter(tmp_path / "zero", np.int32) as builder:
         builder.add_document([], [0])
         builder.add_document([7], [1, 0])
     zero = IndexedDataset(tmp_path / "zero")
@@ -96,7 +64,7 @@ def test_an_empty_corpus_and_empty_sequences(tmp_path):
 @pytest.mark.parametrize("dtype", CODES, ids=lambda dtype: dtype.name)
 def test_every_dtype_comes_back(tmp_path, dtype):
     tokens = np.array([1, 2, 100, 3]).astype(dtype)
-    with IndexedDatasetBuilder(tmp_path / "d", dtype) as builder:
+    with PairWriter(tmp_path / "d", dtype) as builder:
         builder.add_document(tokens, [3, 1])
     data = IndexedDataset(tmp_path / "d")
     assert data.dtype == dtype and data[0].tolist() == [1, 2, 100] and data[1].tolist() == [3]
@@ -112,15 +80,10 @@ def test_random_corpora_come_back(tmp_path):
             ]
             for _ in range(random.integers(0, 12))
         ]
-        with IndexedDatasetBuilder(tmp_path / f"{case}", np.uint16) as builder:
-            for number, document in enumerate(documents):
-                if number % 2:
-                    tokens = np.concatenate([np.zeros(0, np.int64), *document])
-                    builder.add_document(tokens, [len(part) for part in document])
-                else:
-                    for part in document:
-                        builder.add_item(part)
-                    builder.end_document()
+        with PairWriter(tmp_path / f"{case}", np.uint16) as builder:
+            for document in documents:
+                tokens = np.concatenate([np.zeros(0, np.int64), *document])
+                builder.add_document(tokens, [len(part) for part in document])
         data = IndexedDataset(tmp_path / f"{case}")
         data.check()
         flat = [part.tolist() for document in documents for part in document]
@@ -134,48 +97,15 @@ def test_random_corpora_come_back(tmp_path):
 def test_pointers_are_64_bit(tmp_path):
     """Pointers past 2**31 bytes, without writing that much: lengths of a corpus whose tokens are
     never written."""
-    builder = IndexedDatasetBuilder(tmp_path / "big", np.int64)
-    builder._lengths.extend([2**28, 2**28, 2**28])
-    builder.end_document()
-    builder.finalize()
+    lengths = np.array([2**28] * 3)
+    idx = str(tmp_path / "big.idx")
+    write_index(idx, np.dtype(np.int64), (3, 1), lambda: [lengths], [np.array([3])])
     with open(tmp_path / "big.bin", "wb") as file:
         file.truncate(3 * 2**31)
     data = IndexedDataset(tmp_path / "big")
     data.check()
     assert data.sequence_pointers.tolist() == [0, 2**31, 2**32]
     assert data.get(2, 2**28 - 2).tolist() == [0, 0]
-
-
-def test_merging_unordered_sequences_keeps_them(tmp_path):
-    """A foreign pair may hold its sequences in any order and with gaps."""
-    prefix = tmp_path / "odd"
-    prefix.with_suffix(".bin").write_bytes(np.array([9, 7, 8, 9, 5], "<u2").tobytes())
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 2, 2)
-    arrays = (
-        np.array([1, 2], "<i4").tobytes()
-        + np.array([8, 2], "<i8").tobytes()
-        + np.array([0, 2], "<i8").tobytes()
-    )
-    prefix.with_suffix(".idx").write_bytes(header + arrays)
-    with IndexedDatasetBuilder(tmp_path / "merged", np.uint16) as builder:
-        builder.add_index(prefix)
-    merged = IndexedDataset(tmp_path / "merged")
-    assert [merged[i].tolist() for i in range(2)] == [
-        [5],
-        [7, 8],
-    ] and merged.sequence_pointers.tolist() == [0, 2]
-
-
-def test_modes_of_multimodal_files_are_ignored(tmp_path):
-    prefix = write_golden(tmp_path / "golden")
-    with open(prefix + ".idx", "ab") as file:
-        file.write(bytes(3))
-    assert IndexedDataset(prefix)[2].tolist() == [30, 31, 32]
-
-
-def test_optimal_dtype():
-    sizes = {50257: "uint16", 65499: "uint16", 65500: "int32", 128256: "int32", None: "int32"}
-    assert {size: optimal_dtype(size).name for size in sizes} == sizes
 
 
 def test_announcement(tmp_path, capsys):
@@ -206,101 +136,10 @@ def test_identity_follows_contents_not_paths(tmp_path):
     assert first.identity["dtype"] != dtype.identity["dtype"]
 
 
-def test_pickled_as_its_path(tmp_path):
-    data = IndexedDataset(write_golden(tmp_path / "golden"))
-    sent = pickle.dumps(data)
-    assert len(sent) < 300 and pickle.loads(sent)[1].tolist() == [20, 21]
-
-
 def write_at(path: Path, offset: int, data: bytes) -> None:
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(data)
-
-
-def damage_cases() -> dict[str, tuple]:
-    """name -> (what to do to the golden pair, what the message names)."""
-    return {
-        "magic": (lambda idx, _: write_at(idx, 0, b"PARQUET"), ".idx: "),
-        "version": (lambda idx, _: write_at(idx, 9, struct.pack("<Q", 2)), ".idx: ", 2),
-        "dtype": (lambda idx, _: write_at(idx, 17, b"\x63"), ".idx: ", 99),
-        "header cut": (lambda idx, _: idx.write_bytes(idx.read_bytes()[:20]), ".idx: ", 20),
-        "empty idx": (lambda idx, _: idx.write_bytes(b""), ".idx: ", 0),
-        "idx cut": (
-            lambda idx, _: idx.write_bytes(idx.read_bytes()[:-5]),
-            ".idx: ",
-            89,
-        ),
-        "idx too long": (
-            lambda idx, _: idx.write_bytes(idx.read_bytes() + b"12345"),
-            ".idx: ",
-        ),
-        "count too big": (
-            lambda idx, _: write_at(idx, 18, struct.pack("<Q", 1 << 60)),
-            ".idx: ",
-        ),
-        "documents": (
-            lambda idx, _: write_at(idx, 86, struct.pack("<q", 4)),
-            ".idx: ",
-            3,
-        ),
-        "bin cut": (
-            lambda _, bin_: bin_.write_bytes(bin_.read_bytes()[:-1]),
-            ".bin: ",
-            15,
-        ),
-        "bin empty": (lambda _, bin_: bin_.write_bytes(b""), ".bin: ", 0),
-        "pointer": (
-            lambda idx, _: write_at(idx, 54, struct.pack("<q", 14)),
-            "sequence 1",
-            2,
-            14,
-        ),
-        "odd pointer": (
-            lambda idx, _: write_at(idx, 54, struct.pack("<q", 7)),
-            "sequence 1",
-            2,
-            7,
-        ),
-        "negative pointer": (
-            lambda idx, _: write_at(idx, 54, struct.pack("<q", -8)),
-            "sequence 1",
-            2,
-        ),
-        "pointer that wraps": (
-            lambda idx, _: write_at(idx, 54, struct.pack("<q", 2**63 - 2)),
-            "sequence 1",
-            "9223372036854",
-        ),
-        "negative length": (
-            lambda idx, _: write_at(idx, 38, struct.pack("<i", -2)),
-            "sequence 1",
-            -2,
-        ),
-        "documents backwards": (
-            lambda idx, _: write_at(idx, 78, struct.pack("<q", 5)),
-            ".idx: ",
-        ),
-    }
-
-
-@pytest.mark.parametrize("case", damage_cases())
-def test_damaged_files_give_one_message(tmp_path, case):
-    damage, *named = damage_cases()[case]
-    prefix = Path(write_golden(tmp_path / "golden"))
-    damage(prefix.with_suffix(".idx"), prefix.with_suffix(".bin"))
-    with problems.raises(
-        ValueError, "data-file-damaged", prefix, "tools/preprocess_data.py", *named
-    ):
-        IndexedDataset(prefix).check()
-
-
-def test_a_damaged_pointer_never_reads_other_bytes(tmp_path):
-    prefix = Path(write_golden(tmp_path / "golden"))
-    for pointer in (-8, 14, 1 << 40):
-        write_at(prefix.with_suffix(".idx"), 54, struct.pack("<q", pointer))
-        with problems.raises(ValueError, "data-file-damaged"):
-            IndexedDataset(prefix).get(1)
 
 
 @pytest.mark.parametrize(
@@ -389,66 +228,8 @@ def test_more_data_sets_than_the_customary_limit_of_files(tmp_path):
     assert run_ranks(1, open_many, str(tmp_path)) == [120]
 
 
-def test_nothing_is_left_behind_by_an_exception(tmp_path):
-    prefix = write_golden(tmp_path / "golden")
-    with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(prefix, np.int32) as builder:
-        builder.add_document([1, 2, 3], [3])
-        raise KeyboardInterrupt
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["golden.bin", "golden.idx"]
-    assert Path(prefix + ".bin").read_bytes().hex() == BIN
-
-
-def test_final_names_appear_only_at_the_end(tmp_path):
-    builder = IndexedDatasetBuilder(tmp_path / "d", np.uint16)
-    builder.add_document([1], [1])
-    assert not IndexedDataset.exists(str(tmp_path / "d"))
-    assert not (tmp_path / "d.bin").exists() and not (tmp_path / "d.idx").exists()
-    builder.finalize()
-    assert IndexedDataset.exists(str(tmp_path / "d"))
-
-
 def test_a_reader_keeps_the_old_pair_while_a_new_one_is_written(tmp_path):
     old = IndexedDataset(write_golden(tmp_path / "golden"))
     write_corpus(tmp_path / "golden", [2, 2])
     assert old[2].tolist() == [30, 31, 32]
     assert [IndexedDataset(tmp_path / "golden")[i].tolist() for i in range(2)] == [[0, 1], [2, 3]]
-
-
-def discard_under_a_size_limit(rank: int, world: int, folder: str) -> str:
-    """Throw away what was added, then fail inside a `with`: both while the system takes no more
-    than 1000 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    builder = IndexedDatasetBuilder(f"{folder}/thrown", np.uint16)
-    builder.add_item(np.zeros(5000, np.uint16))
-    builder.discard()
-    builder.discard()
-    try:
-        with IndexedDatasetBuilder(f"{folder}/written", np.uint16) as builder:
-            builder.add_item(np.zeros(5000, np.uint16))
-    except OSError as error:
-        return errno.errorcode[error.errno]
-    return "written"
-
-
-def test_nothing_is_left_where_the_system_takes_no_more(tmp_path):
-    """What is buffered cannot be flushed when the file is closed."""
-    assert run_ranks(1, discard_under_a_size_limit, str(tmp_path)) == ["EFBIG"]
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_builder_refuses_what_does_not_fit(tmp_path):
-    with problems.raises(FileNotFoundError, "directory-missing"):
-        IndexedDatasetBuilder(tmp_path / "gone" / "d")
-    with pytest.raises(ValueError, match="uint64"):
-        IndexedDatasetBuilder(tmp_path / "d", np.uint64)
-    builder = IndexedDatasetBuilder(tmp_path / "d", np.uint16)
-    for tokens in ([70000], [-1], np.array([1, 65536], np.int64), [0.5]):
-        with problems.raises(ValueError, "token-id-out-of-range"):
-            builder.add_item(tokens)
-    with pytest.raises(ValueError, match="3 tokens .*\\[2"):
-        builder.add_document([1, 2, 3], [2])
-    other = write_corpus(tmp_path / "other", [2], np.int32)
-    with problems.raises(ValueError, "data-dtype-differs"):
-        builder.add_index(other)
-    builder.discard()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.bin", "other.idx"]

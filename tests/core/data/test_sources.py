@@ -71,7 +71,7 @@ class CountingSource:
 
 
 def test_another_source_is_a_class_and_a_row_of_the_table(monkeypatch):
-    row = sources.Choice(lambda data: data.data_order == "counting", CountingSource())
+    row = sources.SourceRow(lambda data: data.data_order == "counting", CountingSource())
     monkeypatch.setattr(sources, "SOURCES", (row, *sources.SOURCES))
     data = DataConfig(data_order="counting")
     rows = []

@@ -12,7 +12,7 @@ import pytest
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.data.tokenizers.build import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.joined_metadata import joined_counts
-from megatron.data.tokenizers.metadata import describe, text_size
+from megatron.data.tokenizers.metadata import description, text_size
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 
 SEQUENCE = 8
@@ -22,7 +22,9 @@ TOKENS = {"a": 600, "b": 500, "c": 400}
 
 def note(prefix: str, counts: dict[str, object], tokenizer=ByteTokenizer) -> None:
     tokenizer = tokenizer()
-    Path(f"{prefix}.json").write_text(describe(tokenizer.identity(), tokenizer.vocab_size, counts))
+    Path(f"{prefix}.json").write_text(
+        json.dumps(description(tokenizer.identity(), tokenizer.vocab_size, counts))
+    )
 
 
 @pytest.fixture

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import attention as kernels
-from megatron.kernels.attention_spec import AttentionSpec
-from megatron.kernels.block_attention import Block
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
+from megatron.kernels.block_attention import KeyBlock
+
+
+class Biased(AttentionSpec):
+    """An option that came later than the implementations: `bias`, once FEATURES has it."""
+
+    bias = True
 
 
 def attention(
@@ -22,8 +28,10 @@ def attention(
     implementation: str = "auto",
 ) -> Tensor:
     """`megatron.kernels.attention.attention` of the spec of these."""
-    spec = AttentionSpec.of(q, k, v, scale, dropout_p, document_ids is not None)
-    return kernels.attention(q, k, v, spec, document_ids, dropout_seed, implementation)
+    masked = document_ids is not None
+    spec = AttentionSpec.of(q, k, v, scale, dropout=dropout_p, documents=masked)
+    call = AttentionCall(spec, document_ids, dropout_seed)
+    return kernels.attention(q, k, v, call, implementation)
 
 
 def plain_attention(
@@ -76,7 +84,7 @@ def block(
     key_ids: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-) -> Block:
+) -> KeyBlock:
     """A block of attention of these tensors."""
-    spec = AttentionSpec.of(q, k, v, scale, dropout, query_ids is not None)
-    return Block(spec, causal, query_ids, key_ids, seed)
+    spec = AttentionSpec.of(q, k, v, scale, dropout=dropout, documents=query_ids is not None)
+    return KeyBlock(spec, causal, query_ids, key_ids, seed)

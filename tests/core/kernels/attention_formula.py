@@ -34,24 +34,35 @@ def documents(s: int, b: int = 2) -> torch.Tensor:
     return ids
 
 
-def formula(q, k, v, ids=None, factors=None, window=None) -> torch.Tensor:
+def formula(q, k, v, ids=None, factors=None, window=None, softcap=None, sinks=None) -> torch.Tensor:
     """The definition, with whole [b, n, s, s] matrices, differentiable, in fp64. `window`: a
-    position sees itself and the `window` - 1 before it."""
+    position sees itself and the `window` - 1 before it. `sinks` [n]: what each head's denominator
+    has more is the exponential of this."""
     s, _, n, _ = q.shape
     q, k, v = (t.double() for t in (q, k, v))
     k, v = (t.repeat_interleave(n // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q, k) * SCALE
+    if softcap is not None:
+        scores = softcap * (1 - 2 / ((2 * scores / softcap).exp() + 1))
     hidden = torch.arange(s)[None, :] > torch.arange(s)[:, None]
     if window is not None:
         hidden = hidden | (torch.arange(s)[:, None] - torch.arange(s) >= window)
     if ids is not None:
         hidden = hidden | (ids[:, None, :, None] != ids[:, None, None, :])
-    probs = torch.where(hidden, -torch.inf, scores).softmax(-1)
+    scores = torch.where(hidden, -torch.inf, scores)
+    peak = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks.double().view(-1, 1, 1))
+    powers = (scores - peak).exp()
+    total = powers.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks.double().view(-1, 1, 1) - peak).exp()
+    probs = powers / total
     return torch.einsum("bnij,jbnd->ibnd", probs if factors is None else probs * factors, v)
 
 
 def assert_same(call, reference, tensors, grad, **close) -> None:
-    """Output and the gradients of q, k and v."""
+    """Output and the gradients of q, k, v and more."""
     wide = [t.detach().double().requires_grad_() for t in tensors]
     actual = call(*tensors)
     exact = reference(*wide)

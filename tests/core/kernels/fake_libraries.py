@@ -1,8 +1,8 @@
 """Stand-ins for libraries that need CUDA: their signatures, and the numbers they should give, by
 torch's plain operations.
 
-Signatures are those of the pinned sources; test_signatures.py holds them to that. No code of ours
-is used here, so that what our adapters ask for is judged by somebody else.
+Signatures are those of the pinned sources; test_signatures.py holds them to that, and each of our
+calls is made over them. No code of ours is used here, so that what our adapters ask for is judged by somebody else.
 """
 
 from __future__ import annotations
@@ -411,17 +411,29 @@ class autocast:  # noqa: N801
         autocast.running = None
 
 
+def DelayedScaling(  # noqa: N802
+    *,
+    margin=0,
+    fp8_format="hybrid",
+    amax_history_len=1024,
+    amax_compute_algo="max",
+    reduce_amax=True,
+):
+    return SimpleNamespace(kind="DelayedScaling", **locals())
+
+
+def Float8CurrentScaling(*, fp8_format="hybrid"):  # noqa: N802
+    return SimpleNamespace(kind="Float8CurrentScaling", fp8_format=fp8_format)
+
+
 def transformer_engine() -> list[ModuleType]:
     """The package, as much of it as we call."""
-
-    def recipe_of(kind):
-        return lambda **options: SimpleNamespace(kind=kind, **options)
 
     recipe = module(
         "transformer_engine.common.recipe",
         Format=SimpleNamespace(E4M3="e4m3", HYBRID="hybrid"),
-        DelayedScaling=recipe_of("DelayedScaling"),
-        Float8CurrentScaling=recipe_of("Float8CurrentScaling"),
+        DelayedScaling=DelayedScaling,
+        Float8CurrentScaling=Float8CurrentScaling,
     )
     return [
         module("transformer_engine"),

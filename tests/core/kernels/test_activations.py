@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from megatron.kernels.activations import SIGMOID_GLU
 from megatron.kernels.cpu import blocking, native
 from megatron.kernels.functional import bias_gelu, geglu, gelu, squared_relu, swiglu
+from megatron.kernels.implementation import choose
+from megatron.kernels.rows import spec_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -26,6 +29,21 @@ def erf_gelu(x):
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
+def sigmoid_glu(x, compiled=False, **numbers):
+    spec = spec_of(x)._replace(compiled=compiled)
+    return choose(SIGMOID_GLU, spec).implementation.forward(x, **numbers)
+
+
+GPT_OSS = dict(steepness=1.702, clamp=1.5, offset=1.0)
+
+
+def gpt_oss(x):
+    gate, up = x[..., 0, :], x[..., 1, :]
+    gate = torch.where(gate > 1.5, 1.5, gate)
+    up = torch.where(up > 1.5, 1.5, torch.where(up < -1.5, -1.5, up))
+    return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+
 CASES = {
     "gelu tanh": (lambda x: gelu(x, True), tanh_gelu, [(3, 4, 6)]),
     "gelu erf": (lambda x: gelu(x, False), erf_gelu, [(3, 4, 6)]),
@@ -36,6 +54,12 @@ CASES = {
         [(3, 4, 2, 6)],
     ),
     "geglu": (geglu, lambda x: tanh_gelu(x[..., 0, :]) * x[..., 1, :], [(3, 4, 2, 6)]),
+    "gpt-oss": (lambda x: sigmoid_glu(x, **GPT_OSS), gpt_oss, [(3, 4, 2, 6)]),
+    "without a clamp": (
+        lambda x: sigmoid_glu(x, steepness=1.0, clamp=None, offset=0.5),
+        lambda x: x[..., 0, :] * torch.sigmoid(x[..., 0, :]) * (x[..., 1, :] + 0.5),
+        [(3, 4, 2, 6)],
+    ),
     "squared relu": (squared_relu, lambda x: torch.where(x > 0, x, 0) ** 2, [(3, 4, 6)]),
 }
 
@@ -96,6 +120,11 @@ def test_slope_is_the_numerical_one_and_a_second_backward_is_refused(name):
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(value, tensors, weights)
+
+
+def test_a_graph_computes_the_same_glu():
+    (x,) = inputs("gpt-oss", torch.float64)
+    torch.testing.assert_close(sigmoid_glu(x, True, **GPT_OSS), gpt_oss(x), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.kernels import attention_spec, block_implementations
 from megatron.kernels import block_attention as module
-from megatron.kernels import block_implementations
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.implementation import choose
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
+from tests.core.kernels.attend import Biased
 from tests.core.kernels.attend import block as make_block
 from tests.core.kernels.attention_formula import documents, inputs
 
@@ -208,11 +209,12 @@ def test_which_kernel_runs(device, dtype, d, p, documents, expected):
     assert chosen.name == expected
 
 
-def test_what_no_kernel_of_blocks_has_is_refused():
+def test_what_no_kernel_of_blocks_has_is_refused(monkeypatch):
+    monkeypatch.setitem(attention_spec.FEATURES, "bias", "biases of scores")
     q, k, v, _ = inputs(9)
-    spec = dataclasses.replace(AttentionSpec.of(q, k, v, SCALE), softcap=3.0)
-    with pytest.raises(ValueError, match="soft-capped scores"):
-        block_attention(q, k, v, module.Block(spec))
+    spec = Biased.of(q, k, v, SCALE)
+    with pytest.raises(ValueError, match="biases of scores"):
+        block_attention(q, k, v, module.KeyBlock(spec))
 
 
 def _twin(q, k, v, dropout, causal, *, scale):

@@ -3,7 +3,6 @@ with each other."""
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.cpu import native
 from megatron.kernels.dropout import CHUNK_ELEMENTS, DropoutBits
@@ -94,25 +93,9 @@ def test_the_mask_is_a_pure_function_of_seed_and_shape():
     assert not torch.equal(dropout(x, 0.1, 6), first)
 
 
-def test_backward_draws_the_same_mask():
-    x = torch.randn(MANY, requires_grad=True)
-    y = dropout(x, 0.1, 5)
-    y.backward(torch.full_like(x, 3.0))
-    assert torch.equal(x.grad, torch.where(y != 0, torch.tensor(3.0) * torch.tensor(1 / 0.9), 0.0))
-
-
 def test_gradcheck():
     x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: dropout(x, 0.4, 9), x)
-
-
-def test_recompute_repeats_the_mask_without_any_state():
-    x = torch.randn(64, requires_grad=True)
-    straight = torch.autograd.grad((dropout(x, 0.5, 4) * x).sum(), x)[0]
-    again = checkpoint(
-        lambda x: (dropout(x, 0.5, 4) * x).sum(), x, use_reentrant=False, preserve_rng_state=False
-    )
-    assert torch.equal(torch.autograd.grad(again, x)[0], straight)
 
 
 def test_p_of_zero_is_the_identity_and_p_of_one_is_refused():

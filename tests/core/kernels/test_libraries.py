@@ -17,7 +17,7 @@ from megatron.kernels import (
     weight_grads,
 )
 from megatron.kernels import libraries as load_problems
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
@@ -46,7 +46,7 @@ def test_flash_attn_is_the_formula(libraries, groups, with_documents, window):
     ids = cut(21) if with_documents else None
     spec = AttentionSpec.of(*tensors, SCALE, window=window)
     assert_same(
-        lambda *t: flash_attention.flash_attention(*t, spec, ids),
+        lambda *t: flash_attention.flash_attention(*t, AttentionCall(spec, ids)),
         lambda *t: formula(*t, ids=ids, window=window),
         tensors,
         grad,
@@ -59,12 +59,13 @@ def test_flash_attn_is_the_formula(libraries, groups, with_documents, window):
 
 def test_deterministic_mode_reaches_flash_attn(libraries):
     q, k, v, _ = inputs()
+    call = AttentionCall(AttentionSpec.of(q, k, v, SCALE))
     torch.use_deterministic_algorithms(True)
     try:
-        flash_attention.flash_attention(q, k, v, AttentionSpec.of(q, k, v, SCALE))
+        flash_attention.flash_attention(q, k, v, call)
     finally:
         torch.use_deterministic_algorithms(False)
-    flash_attention.flash_attention(q, k, v, AttentionSpec.of(q, k, v, SCALE))
+    flash_attention.flash_attention(q, k, v, call)
     assert [more["deterministic"] for _, more in libraries] == [True, False]
 
 
@@ -77,7 +78,7 @@ def test_transformer_engines_attention_is_the_formula(libraries, groups, with_do
     spec = AttentionSpec.of(*tensors, SCALE, documents=with_documents, window=window)
     attention = transformer_engine.TransformerEngine().attention(spec)
     assert_same(
-        lambda *t: attention(*t, spec, ids),
+        lambda *t: attention(*t, AttentionCall(spec, ids)),
         lambda *t: formula(*t, ids=ids, window=window),
         tensors,
         grad,
@@ -116,6 +117,7 @@ def test_apex_gets_rows_without_gaps(libraries):
 
 
 def test_the_weight_gradient_goes_through_apex_where_it_can(libraries, monkeypatch):
+    monkeypatch.setattr(load_problems, "cuda_only", lambda device: None)
     monkeypatch.setattr(apex, "gradient_unavailable_reason", lambda *_: None)
     weight_grads._adder.cache_clear()
     seen = []
@@ -149,6 +151,7 @@ def test_a_model_of_library_kernels_is_our_model(libraries, monkeypatch, flags, 
     }[kernels]
     ours = tiny_model(torch.float64, scramble=True, **flags)
     if kernels == "apex":
+        monkeypatch.setattr(load_problems, "cuda_only", lambda device: None)
         monkeypatch.setattr(apex, "unavailable_reason", lambda *_: None)
     theirs = tiny_model(torch.float64, scramble=True, kernels=made, **flags)
     ids = cut(16)
@@ -229,24 +232,20 @@ def test_fp8_surrounds_the_transformer_layers(libraries, recipe, kind):
             "CUDA device",
         ),
         (
-            lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64),
+            lambda: flash_attention.unavailable_reason(torch.bfloat16, 64),
             "pip install flash-attn",
         ),
-        (lambda: flash_attention.unavailable_reason(CUDA, torch.float32, 64), "fp16 and bf16 only"),
-        (lambda: flash_attention.unavailable_reason(CUDA, torch.bfloat16, 512), "at most 256"),
+        (lambda: flash_attention.unavailable_reason(torch.float32, 64), "fp16 and bf16 only"),
+        (lambda: flash_attention.unavailable_reason(torch.bfloat16, 512), "at most 256"),
+        (lambda: apex.unavailable_reason(torch.bfloat16), "github.com/NVIDIA/apex"),
+        (lambda: load_problems.cuda_only(CPU), "CUDA device"),
+        (lambda: apex.unavailable_reason(torch.float64), "not for fp64"),
         (
-            lambda: flash_attention.unavailable_reason(CPU, torch.bfloat16, 64),
-            "CUDA device",
-        ),
-        (lambda: apex.unavailable_reason(CUDA, torch.bfloat16), "github.com/NVIDIA/apex"),
-        (lambda: apex.unavailable_reason(CPU, torch.bfloat16), "CUDA device"),
-        (lambda: apex.unavailable_reason(CUDA, torch.float64), "not for fp64"),
-        (
-            lambda: apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32),
+            lambda: apex.gradient_unavailable_reason(torch.bfloat16, torch.float32),
             "fused_weight_gradient_mlp_cuda of apex",
         ),
         (
-            lambda: apex.gradient_unavailable_reason(CUDA, torch.float32, torch.float32),
+            lambda: apex.gradient_unavailable_reason(torch.float32, torch.float32),
             "bf16 or fp16 weights",
         ),
     ],
@@ -264,9 +263,9 @@ def test_a_library_whose_extension_does_not_load_is_not_there(monkeypatch, tmp_p
     (tmp_path / "fused_layer_norm_cuda.py").write_text("raise OSError('libcudart.so.12')")
     monkeypatch.syspath_prepend(str(tmp_path))
     load_problems.load_problem.cache_clear()
-    reason = flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64)
+    reason = flash_attention.unavailable_reason(torch.bfloat16, 64)
     assert "undefined symbol" in reason
-    assert "libcudart" in apex.unavailable_reason(CUDA, torch.bfloat16)
+    assert "libcudart" in apex.unavailable_reason(torch.bfloat16)
     load_problems.load_problem.cache_clear()
 
 
@@ -276,16 +275,16 @@ def test_flash_attn_4_alone_is_not_flash_attn(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
     load_problems.load_problem.cache_clear()
-    assert "not installed" in flash_attention.unavailable_reason(CUDA, torch.bfloat16, 64)
+    assert "not installed" in flash_attention.unavailable_reason(torch.bfloat16, 64)
     load_problems.load_problem.cache_clear()
     del sys.modules["flash_attn"]
 
 
 def test_libraries_that_are_there_may_run(libraries):
     assert load_problems.transformer_engine_unavailable_reason(CUDA, torch.bfloat16) is None
-    assert flash_attention.unavailable_reason(CUDA, torch.float16, 128) is None
-    assert apex.unavailable_reason(CUDA, torch.float32) is None
-    assert apex.gradient_unavailable_reason(CUDA, torch.bfloat16, torch.float32) is None
+    assert flash_attention.unavailable_reason(torch.float16, 128) is None
+    assert apex.unavailable_reason(torch.float32) is None
+    assert apex.gradient_unavailable_reason(torch.bfloat16, torch.float32) is None
     transformer_engine.load()
 
 

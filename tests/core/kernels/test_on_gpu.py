@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.kernels import functional, grouped_linear, transformer_engine
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
 from tests.core.kernels.attend import attention
@@ -63,7 +63,7 @@ def test_attention(library, with_documents, groups):
     )
     same(
         lambda: (
-            engine(q, k, v, spec, ids)
+            engine(q, k, v, AttentionCall(spec, ids))
             if engine
             else attention(q, k, v, scale=0.125, document_ids=ids, implementation="flash")
         ),

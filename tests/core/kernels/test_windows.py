@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.kernels.attention import IMPLEMENTATIONS, attention, select
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import torch_flash
 from tests.core.kernels.attention_formula import SCALE, assert_same, cut, documents, formula, inputs
 
@@ -21,7 +21,7 @@ def assert_formula(requested, dtype, window, s=150, d=8, ids=None):
     if requested != "auto" and (why_not := unsupported(requested, spec)):
         pytest.skip(why_not)
     assert_same(
-        lambda *t: attention(*t, spec, ids, requested=requested),
+        lambda *t: attention(*t, AttentionCall(spec, ids), requested),
         lambda *t: formula(*t, ids, window=window),
         tensors,
         grad,
@@ -68,15 +68,15 @@ def test_inside_documents(requested, window):
 @pytest.mark.parametrize("window", [5, 64, 200])
 def test_chunks_with_dropout_repeat_their_mask(window):
     q, k, v, grad = inputs(150)
-    spec = AttentionSpec.of(q, k, v, SCALE, dropout=0.3, window=window)
-    out, again = (attention(q, k, v, spec, None, 7) for _ in range(2))
+    call = AttentionCall(AttentionSpec.of(q, k, v, SCALE, dropout=0.3, window=window), None, 7)
+    out, again = (attention(q, k, v, call) for _ in range(2))
     assert torch.equal(out, again)
     plain = AttentionSpec.of(q, k, v, SCALE, window=window)
-    assert not torch.equal(out, attention(q, k, v, plain))
+    assert not torch.equal(out, attention(q, k, v, AttentionCall(plain)))
     eye = torch.eye(150, dtype=torch.float64)[:, None, None].expand(-1, 2, 2, -1)
     q, k = (torch.cat((t, torch.zeros(150, 2, t.shape[2], 142)), -1).double() for t in (q, k))
     spec = AttentionSpec.of(q, k, eye, SCALE, dropout=0.3, window=window)
-    seen = attention(q, k, eye, spec, None, 7).sum(-1) > 0
+    seen = attention(q, k, eye, AttentionCall(spec, None, 7)).sum(-1) > 0
     assert 0 < seen.double().mean() <= 1
 
 
@@ -87,7 +87,8 @@ def test_what_is_outside_is_not_scored(monkeypatch):
     monkeypatch.setattr(torch, "bmm", lambda a, b: scored.append(b.shape[-1]) or bmm(a, b))
     q, k, v, _ = inputs(1024, n=2, g=1, d=4)
     with torch.no_grad():
-        attention(q, k, v, AttentionSpec.of(q, k, v, SCALE, window=100), requested="chunked")
+        spec = AttentionSpec.of(q, k, v, SCALE, window=100)
+        attention(q, k, v, AttentionCall(spec), "chunked")
     assert max(scored) == 64 + 99
 
 
@@ -119,7 +120,8 @@ def test_flash_is_told_of_the_window(monkeypatch):
         for n in (4, 2, 2)
     )
     for window, expected in ((5, (4, 0)), (None, (None, None))):
-        out = torch_flash.flash_attention(q, k, v, AttentionSpec.of(q, k, v, SCALE, window=window))
+        call = AttentionCall(AttentionSpec.of(q, k, v, SCALE, window=window))
+        out = torch_flash.flash_attention(q, k, v, call)
         torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
         assert told == [expected] * 2
         told.clear()

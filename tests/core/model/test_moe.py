@@ -7,14 +7,14 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from megatron.config.moe import parse_layer_pattern
-from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.kernels import grouped_linear as kernels
+from megatron.kernels.cuda import fused_ops  # noqa: F401 (defines the operations)
 from megatron.kernels.dropout import jitter
-from megatron.kernels.grouped_linear import Copies, combine, dispatch, grouped_linear
+from megatron.kernels.grouped_linear import grouped_linear
 from megatron.model.blocks.module import LayerInputs, Recompute
 from megatron.model.blocks.moe.module import RouterStep, random_logits
 from megatron.parallel.random import DropoutSeeds
-from tests.core.model.tiny import tiny_config, tiny_model, tokens
+from tests.core.model.tiny import tiny_model, tokens
 
 FLAGS = dict(
     num_experts=5,
@@ -41,6 +41,53 @@ def test_a_layer_equals_a_loop_over_tokens():
         rows.append(y)
     assert probs.sum(-1).allclose(torch.ones(14, dtype=torch.float64))
     torch.testing.assert_close(layer(x, LayerInputs(), {}), torch.stack(rows).view_as(x))
+
+
+def clamped(gate, up):
+    gate, up = gate.clamp(max=0.1), up.clamp(-0.1, 0.1) + 1
+    return gate * torch.sigmoid(1.702 * gate) * up
+
+
+@pytest.mark.parametrize("groups_on_device", [False, True])
+def test_biases_of_router_and_experts(groups_on_device, monkeypatch):
+    """gpt-oss' layer: a softmax over the selected experts, whose bias chooses with; each result
+    with its bias is weighted."""
+    flags = FLAGS | dict(swiglu=False, quick_geglu=True, activation_func_clamp_value=0.1)
+    flags |= dict(glu_linear_offset=1.0, add_mlp_bias=True)
+    layer = tiny_model(torch.float64, scramble=True, **flags).decoder.layers["1"].mlp
+    layer.router.bias.data *= 10
+    x = torch.randn(7, 2, 32, dtype=torch.float64)
+    probs, experts = layer.router(x)
+    one, two = layer.experts.linear_fc1, layer.experts.linear_fc2
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = layer.router.weight @ token + layer.router.bias
+        best = logits.topk(2)
+        y = 0
+        for p, e in zip(best.values.softmax(0), best.indices, strict=True):
+            gate, up = one.weight[e] @ token + one.bias[e]
+            y = y + p * (two.weight[e] @ clamped(gate, up) + two.bias[e])
+        rows.append(y)
+    wanted = torch.stack(rows).view_as(x)
+    assert not torch.equal(experts, (x.flatten(0, 1) @ layer.router.weight.t()).topk(2).indices)
+    if groups_on_device:
+
+        def compute(self, gemms, x, counts, of=None, to=None):
+            host = counts.diff(prepend=counts.new_zeros(1)).tolist()
+            return gemms.grouped_linear(x, self.weight.flatten(1, -2), host, of=of, to=to)
+
+        monkeypatch.setattr(type(one), "compute", compute)
+        one.in_one_call = two.in_one_call = True
+    result = layer(x, LayerInputs(), {})
+    torch.testing.assert_close(result, wanted)
+    moved = list(layer.parameters())
+    grad = torch.randn_like(result)
+    for got, expected in zip(
+        torch.autograd.grad(result, moved, grad),
+        torch.autograd.grad(wanted, moved, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -70,6 +117,55 @@ def test_square_roots_of_softplus_as_scores(topk):
     loads = torch.bincount(scores.topk(topk).indices.flatten(), minlength=5) / (14 * topk)
     loss = 5 * (loads * (scores / scores.sum(1, keepdim=True)).sum(0)).sum()
     torch.testing.assert_close(step.sums[1][0], loss)
+
+
+@pytest.mark.parametrize("of_group", [None, 1, 2])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(moe_router_topk=2),
+        dict(moe_router_topk=2, moe_router_pre_softmax=True),
+        dict(moe_router_topk=1, moe_router_score_function="sigmoid"),
+        dict(moe_router_topk=2, moe_router_score_function="sigmoid"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("normalization", ["auto", "always", "never"])
+def test_a_selection_by_its_formulas(flags, of_group, normalization):
+    """Softmax or sigmoid scores; in the selection with a bias, of the group whose best `of_group`
+    count most; divided by their sum or not."""
+    flags = flags | dict(
+        moe_router_enable_expert_bias=True,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        moe_router_group_score_topk=of_group,
+        moe_router_normalization=normalization,
+        num_experts=6,
+    )
+    router = tiny_model(torch.float64, scramble=True, **FLAGS | flags).decoder.layers["1"].mlp
+    router = router.router
+    router.expert_bias.data = torch.tensor([0.0, 0.5, -0.5, 0.3, 0.0, 0.3], dtype=torch.float64)
+    x = torch.randn(40, 2, 32, dtype=torch.float64)
+    probs, experts = router(x)
+    topk = flags["moe_router_topk"]
+    softmax = "moe_router_score_function" not in flags
+    plain = 0
+    for token, found, numbers in zip(x.flatten(0, 1), probs, experts, strict=True):
+        logits = router.weight @ token
+        scores = logits.softmax(0) if softmax else logits.sigmoid()
+        biased = (scores + router.expert_bias).tolist()
+        sums = [sum(sorted(part)[-(of_group or topk) :]) for part in (biased[:3], biased[3:])]
+        first = 3 * (sums[1] > sums[0])
+        chosen = sorted(range(first, first + 3), key=lambda e: -biased[e])[:topk]
+        assert numbers.tolist() == chosen
+        plain += chosen == scores.argsort(descending=True)[:topk].tolist()
+        after = softmax and not flags.get("moe_router_pre_softmax")
+        divides = {"auto": topk > 1, "always": True, "never": False}[normalization]
+        wanted = scores[chosen]
+        if after or (divides and not softmax):
+            wanted = wanted / wanted.sum()
+        torch.testing.assert_close(found, wanted)
+    assert plain < 60
 
 
 def test_dropped_tokens_are_not_computed():
@@ -232,44 +328,6 @@ def test_a_layer_whose_host_knows_no_counts(capacity, on_device):
     torch.testing.assert_close(*made)
 
 
-def test_copies_are_sent_and_gathered_by_adjoint_operations():
-    order = torch.randperm(12)
-    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    copies = Copies.of(order, 3, 4)
-    rows = dispatch(x, copies)
-    assert torch.equal(rows, x.repeat_interleave(3, 0)[order])
-    torch.testing.assert_close(combine(rows, copies), 3 * x)
-    y = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: dispatch(t, copies), x)
-    assert torch.autograd.gradcheck(lambda t: combine(t, copies), y)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_experts_without_tokens_keep_no_activations(dtype):
-    """What backward needs of the experts depends on the tokens alone."""
-
-    def kept(experts: int) -> int:
-        flags = FLAGS | {"num_experts": experts}
-        layer = tiny_model(dtype, scramble=True, **flags).decoder.layers["0"].mlp
-        weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-        x = torch.randn(40, 32, dtype=dtype, requires_grad=True)
-        numbers = torch.arange(80).view(40, 2) % 8  # of the first eight
-        sizes = {}
-
-        def pack(saved: torch.Tensor) -> torch.Tensor:
-            storage = saved.untyped_storage()
-            if storage.data_ptr() not in weights:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-            y = layer.route(x, torch.rand(40, 2, dtype=dtype, requires_grad=True), numbers)
-        assert y.requires_grad
-        return sum(sizes.values())
-
-    assert kept(8) == kept(64) > 80 * 2 * 24 * dtype.itemsize  # at least fc1's output
-
-
 def test_only_tokens_that_train_count_in_the_losses_of_routers():
     """Masked positions may hold anything."""
     router = tiny_model(scramble=True, **FLAGS).decoder.layers["0"].mlp.router
@@ -341,26 +399,6 @@ def test_losses_of_routers_have_the_factor_of_the_loss():
     z = logits.logsumexp(-1).square().sum()
     (main * 0.25 + 0.25 * (0.1 * aux + 0.01 * z)).backward()
     torch.testing.assert_close(got, weight.grad)
-
-
-def test_parameters_of_mixtral_8x7b():
-    model = tiny_config(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=14336,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        position_embedding_type="rope",
-        untie_embeddings_and_output_weights=True,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        num_experts=8,
-    )
-    table = parameter_table(model, 32000)
-    size = count_parameters(table)
-    assert size == 46_702_792_704 and size - model.idle_parameters == 12_879_925_248
 
 
 @pytest.mark.parametrize(

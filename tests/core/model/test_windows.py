@@ -106,5 +106,5 @@ def test_a_window_as_long_as_the_sequence_is_none():
     x = torch.zeros(7, 1, 32)
     assert attention.spec(x).window is None
     assert attention.spec(torch.zeros(8, 1, 32)).window == 7
-    attention.cp = Axis("cp", 2, 0)
+    attention.ring = Axis("cp", 2, 0)
     assert attention.spec(x).window == 7

@@ -41,6 +41,80 @@ MODELS = {
     },
     "gated with biases": {"geglu": True, "apply_layernorm_1p": True, "qk_layernorm": True},
 }
+MOE = {
+    **MODELS["llama"],
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_shared_expert_intermediate_size": 16,
+}
+ROPE = {"position_embedding_type": "rope"}
+OPTIONS = {
+    **MODELS,
+    "half rotary, interleaved": {**ROPE, "rotary_percent": 0.5, "rotary_interleaved": True},
+    "interpolated rotary": {**ROPE, "rotary_seq_len_interpolation_factor": 2},
+    "one key head, wide heads": {
+        **ROPE,
+        "group_query_attention": True,
+        "num_query_groups": 1,
+        "kv_channels": 16,
+    },
+    "no positions": {"position_embedding_type": "none"},
+    "query and key norms": {**ROPE, "qk_layernorm": True, "normalization": "RMSNorm"},
+    "norms of rotated queries and keys": {
+        **MODELS["llama"],
+        "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
+        "rotary_ntk_alpha": 5.0,
+    },
+    "untied, residual after norm": {
+        "untie_embeddings_and_output_weights": True,
+        "apply_residual_connection_post_layernorm": True,
+    },
+    "squared relu": {"squared_relu": True},
+    "experts": MOE,
+    "post-norms, factors, layers without rotary": {
+        **MODELS["llama"],
+        "no_rope_freq": "2",
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "softmax_scale": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "norms of OLMo 2": {
+        **MODELS["llama"],
+        "no_pre_layernorm": True,
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "qk_layernorm": True,
+        "qk_layernorm_all_heads": True,
+    },
+    "windows in two of three layers": {
+        **MODELS["llama"],
+        "num_layers": 3,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "[1,0,1]",
+        "window_rotary_base": 500,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "windows of one token": {**MODELS["llama"], "window_size": (0, 0)},
+    "a window of all but one token": {**MODELS["llama"], "window_size": (12, 0)},
+    "sinks and caps, windows in two of three layers": {
+        **MODELS["llama"],
+        "window_size": (3, 0),
+        "window_attn_skip_freq": "[1,0,1]",
+        "softmax_type": "learnable",
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 0.5,
+    },
+    "a score of 0 in each denominator": {"softmax_type": "off-by-one"},
+    "capped scores": {**MODELS["llama"], "attn_logit_softcapping": 0.2},
+    "xielu": {**MODELS["llama"], "swiglu": False, "xielu": True},
+    "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
+}
 
 
 def tiny_config(**flags: Any) -> ModelConfig:

@@ -52,22 +52,6 @@ def test_state_is_there_and_zero_before_the_first_step():
     assert all(torch.count_nonzero(tensor) == 0 for tensor in state.values())
 
 
-def test_eager_state_changes_no_bit_of_torchs_own_update():
-    runs = []
-    for eager in (True, False):
-        param = torch.linspace(-1, 1, 333).requires_grad_()
-        if eager:
-            optimizer = adam.build_adam([{"params": [param]}], OptimizerConfig())
-            optimizer.param_groups[0].update(lr=1e-2, weight_decay=0.1)
-        else:
-            optimizer = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1, fused=True)
-        for step in range(5):
-            param.grad = torch.cos(torch.arange(333.0) + step)
-            optimizer.step()
-        runs.append(param.detach().clone())
-    assert torch.equal(*runs)
-
-
 def test_the_step_count_is_what_bias_correction_uses():
     updates = []
     for count in (0, 10_000):
@@ -95,11 +79,6 @@ def test_sgd_adds_decay_to_the_gradient_and_keeps_momentum():
         buffer = 0.5 * buffer + grad + 0.25 * weight
         weight -= 0.1 * buffer
         assert param[0].item() == pytest.approx(weight, rel=1e-14)
-
-
-def test_sgd_without_momentum_has_no_state():
-    param = torch.ones(3).requires_grad_()
-    assert not adam.build_sgd([{"params": [param]}], OptimizerConfig(sgd_momentum=0.0)).state
 
 
 def update(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> list[float]:

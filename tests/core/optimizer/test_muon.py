@@ -18,7 +18,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.parameters import parameter_table
-from megatron.config.plan.zero_partition import Shared, whole_matrices
 from megatron.optimizer.muon import Muon, neuron_moments, normalized, orthogonalize
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
@@ -153,40 +152,11 @@ def test_torch_updates_each_matrix_alike(nesterov, scale_mode, extra, adjust):
             assert torch.dist(ours, matrix) < 2.0**-5 * torch.dist(matrix, first)
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(
-    ("mode", "scale"),
-    [
-        ("spectral", lambda out, columns: max(out, columns)),
-        ("unit_rms_norm", lambda out, columns: out / columns),
-        ("shape_scaling", lambda out, columns: max(1.0, out / columns)),
-    ],
-)
-def test_a_plain_update_of_singular_values_in_float64(mode, scale, nesterov, split):
-    """Newton-Schulz steps are a polynomial of the singular values; here it is evaluated on them."""
-    found = trained(
-        torch.float64, muon_use_nesterov=nesterov, muon_scale_mode=mode, muon_split_qkv=split
-    )
-    for param in parameters(torch.float64):
-        name = param.sharding.name
-        if name not in BY_MUON:
-            continue
-        weights = as_matrices(name, param.detach().clone(), split)
-        momenta = [torch.zeros_like(weight) for weight in weights]
-        for step in range(STEPS):
-            grads = as_matrices(name, gradients(step, torch.float64)[name], split)
-            for number, grad in enumerate(grads):
-                momenta[number] = 0.95 * momenta[number] + 0.05 * grad
-                update = 0.05 * grad + 0.95 * momenta[number] if nesterov else momenta[number]
-                u, s, vh = torch.linalg.svd(update, full_matrices=False)
-                s = s / s.square().sum().sqrt()
-                for a, b, c in COEFFICIENTS["quintic"]:
-                    s = a * s + b * s**3 + c * s**5
-                size = math.sqrt(scale(*grad.shape))
-                weights[number] = weights[number] * (1 - LR * DECAY) - LR * size * (u * s) @ vh
-        for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
-            torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
+MODES = {
+    "spectral": lambda out, columns: max(out, columns),
+    "unit_rms_norm": lambda out, columns: out / columns,
+    "shape_scaling": lambda out, columns: max(1.0, out / columns),
+}
 
 
 def adapted(direction: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,9 +168,17 @@ def adapted(direction: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_neurons_have_a_second_moment_each_with_normuon(split):
-    """Tall, wide and square matrices, the experts' and those of QKV each by itself."""
-    found = trained(torch.float64, muon_neuron_beta2=0.9, muon_split_qkv=split)
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "neurons"), [*((mode, False) for mode in MODES), ("spectral", True)]
+)
+def test_an_update_of_singular_values_in_float64(mode, neurons, nesterov, split):
+    """Newton-Schulz steps are a polynomial of the singular values; here it is evaluated on them.
+    With NorMuon neurons have a second moment each: of tall, wide and square matrices, the experts'
+    and those of QKV each by itself."""
+    options = {"muon_neuron_beta2": 0.9} if neurons else {}
+    options |= {"muon_use_nesterov": nesterov, "muon_scale_mode": mode, "muon_split_qkv": split}
+    found = trained(torch.float64, **options)
     for param in parameters(torch.float64):
         name = param.sharding.name
         if name not in BY_MUON:
@@ -212,13 +190,16 @@ def test_neurons_have_a_second_moment_each_with_normuon(split):
             grads = as_matrices(name, gradients(step, torch.float64)[name], split)
             for number, grad in enumerate(grads):
                 momenta[number] = 0.95 * momenta[number] + 0.05 * grad
-                u, s, vh = torch.linalg.svd(momenta[number], full_matrices=False)
+                update = 0.05 * grad + 0.95 * momenta[number] if nesterov else momenta[number]
+                u, s, vh = torch.linalg.svd(update, full_matrices=False)
                 s = s / s.square().sum().sqrt()
                 for a, b, c in COEFFICIENTS["quintic"]:
                     s = a * s + b * s**3 + c * s**5
-                direction, moments[number] = adapted((u * s) @ vh, moments[number])
-                step_size = LR * math.sqrt(max(grad.shape))
-                weights[number] = weights[number] * (1 - LR * DECAY) - step_size * direction
+                direction = (u * s) @ vh
+                if neurons:
+                    direction, moments[number] = adapted(direction, moments[number])
+                size = LR * math.sqrt(MODES[mode](*grad.shape))
+                weights[number] = weights[number] * (1 - LR * DECAY) - size * direction
         for ours, weight in zip(as_matrices(name, found[name], split), weights, strict=True):
             torch.testing.assert_close(ours, weight, rtol=1e-10, atol=1e-10)
 
@@ -291,15 +272,6 @@ def test_the_state_of_a_matrix_is_its_momentum_and_adams_two_of_the_rest():
     }
     assert kinds["momentum_buffer"] == BY_MUON
     assert kinds["exp_avg"] == kinds["exp_avg_sq"] == SHAPES.keys() - BY_MUON
-
-
-def test_a_batch_is_a_loop():
-    steps = COEFFICIENTS["quintic"]
-    stack = torch.randn(5, 9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for batch in (stack, stack.mT.contiguous()):
-        each = torch.cat([orthogonalize(batch[n : n + 1], steps, batch.dtype) for n in range(5)])
-        together = orthogonalize(batch, steps, batch.dtype)
-        torch.testing.assert_close(together, each, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -400,31 +372,3 @@ def test_the_matrices_of_a_weight():
         assert bool(each) == (name in BY_MUON)
         expected = [m.shape for m in as_matrices(name, torch.empty(shape))] if each else []
         assert [(s.rows, s.columns) for s in each for _ in range(s.number)] == expected
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_costs_are_balanced_over_the_ranks_that_own_whole_matrices(ranks):
-    """40 layers: the rank with most has a tenth more than the mean, or one matrix, at most."""
-    config = MuonConfig()
-    weights = {
-        "self_attention.linear_qkv.weight": ((6144, 4096), Matrices(parts=(4096, 1024, 1024))),
-        "self_attention.linear_proj.weight": ((4096, 4096), Matrices()),
-        "mlp.linear_fc1.weight": ((2, 14336, 4096), Matrices()),
-        "mlp.linear_fc2.weight": ((4096, 14336), Matrices()),
-        "input_layernorm.weight": ((4096,), None),
-    }
-    params = [
-        Shared(f"decoder.layers.{layer}.{name}", shape, shape, ranks, False, matrices)
-        for layer in range(40)
-        for name, (shape, matrices) in weights.items()
-    ]
-    partition = whole_matrices(config, params)
-    loads = [0] * ranks
-    for param, pieces in zip(params, partition.owners, strict=True):
-        if len(param.shape) == 1:
-            assert pieces == ()
-            continue
-        [(elements, owner)] = pieces
-        assert elements == math.prod(param.shape)
-        loads[owner] += sum(stack.cost for stack in stacks(config, param.matrices, param.shape))
-    assert max(loads) <= 1.1 * sum(loads) / ranks

@@ -59,19 +59,6 @@ def formula(
     return eta_min + (lr - eta_min) * (1 + math.cos(math.pi * (step - end) / (total - end))) / 2
 
 
-def test_the_logged_rates_of_the_7b_demo():
-    """The line of step s prints the rate of step s + 1."""
-    assert [f"{rate:.6g}" for rate in rates(50000, 500, count=7)] == [
-        "2e-07",
-        "4e-07",
-        "6e-07",
-        "8e-07",
-        "1e-06",
-        "1.2e-06",
-        "1.4e-06",
-    ]
-
-
 def test_the_logged_rates_of_the_30b_demo():
     assert [f"{rate:.6e}" for rate in rates(10, 0)[1:7]] == [
         "9.779754e-05",
@@ -118,16 +105,6 @@ def test_beta2_rises_with_the_updates(make_params, fill_grads):
     assert again.adam_beta2 == optimizer.adam_beta2 > 0.9748
     optimizer.step_count = 50000
     assert optimizer.adam_beta2 == pytest.approx(0.999826, abs=5e-7)
-
-
-def test_the_loss_scale_of_the_facts():
-    """o o o c c c c o c o from 65536 with a window of 4 and hysteresis 2."""
-    scaler = dynamic_scaler(65536.0, loss_scale_window=4, hysteresis=2)
-    found = []
-    for kind in "ooo" + "cccc" + "oco":
-        scaler.update(kind == "o")
-        found.append(scaler.scale)
-    assert found == [65536, 32768, 16384, 16384, 16384, 16384, 32768, 32768, 32768, 16384]
 
 
 def test_factors_and_ceiling_of_the_loss_scale():

@@ -73,29 +73,6 @@ def test_the_seeds_schedule_to_the_last_digit(style, golden):
     assert {samples: lr_at(scheduler, samples) for samples in golden} == golden
 
 
-@pytest.mark.parametrize(
-    ("style", "golden"),
-    [
-        ("linear", (0.955, 0.55, 0.1)),
-        ("cosine", (0.99446, 0.55, 0.1)),
-        ("exponential", (0.938685, 0.472792, 0.1)),
-        ("minus_sqrt", (0.798754, 0.363604, 0.1)),
-    ],
-)
-def test_wsd_stays_at_the_peak_and_anneals(style, golden):
-    wsd = {
-        "max_lr": 1.0,
-        "min_lr": 0.1,
-        "lr_warmup_steps": 10,
-        "lr_decay_steps": 100,
-        "wsd_decay_steps": 20,
-    }
-    scheduler = build(lr_decay_style="WSD", lr_wsd_decay_style=style, **wsd)
-    assert [lr_at(scheduler, n) for n in (10, 11, 80)] == [1.0, 1.0, 1.0]
-    assert [lr_at(scheduler, n) for n in (81, 90, 100)] == pytest.approx(golden, abs=6e-7)
-    assert lr_at(scheduler, 101) == 0.1
-
-
 def test_wsd_inverse_anneals_linearly_in_one_over_the_rate():
     scheduler = build(
         [{}, {"max_lr": 0.5, "min_lr": 0.25}],
@@ -177,15 +154,6 @@ def test_power_is_the_papers_formula(samples, a):
     assert below == total if a < 0.01 else warmup + anneal < below < total  # in the minimum
 
 
-def test_a_power_law_may_be_all_anneal_or_all_peak():
-    power = {"lr_decay_style": "power", "lr_warmup_steps": 0, "lr_decay_steps": 10}
-    assert lr_at(build(wsd_decay_steps=10, power_scale=1e-4, **power), 0) == 1e-4
-    assert lr_at(build(wsd_decay_steps=1, power_scale=1e9, **power), 9) == SEED["max_lr"]
-    assert (
-        lr_at(build(wsd_decay_steps=1, power_scale=1e-4, max_lr=0.0, min_lr=0.0, **power), 5) == 0
-    )
-
-
 NEW_STYLES = [
     {"lr_decay_style": "WSD-S", "wsd_decay_steps": 8000, "wsd_decay_ends": (64000, 80000)},
     {"lr_decay_style": "power", "wsd_decay_steps": 8000, "power_scale": 0.01},
@@ -225,64 +193,6 @@ def test_another_anneal_or_power_law_is_refused_on_resume(flags, change, named):
     other = build(**{**flags, **change}, override_opt_param_scheduler=True)
     other.load_state_dict(state)
     assert other.state_dict() == build(**{**flags, **change}).state_dict()
-
-
-def test_the_skip_seeds_four_rates():
-    """lr(n) = 3e-4 n / (0.05 * 635782), printed with .6g."""
-    steps = steps_of(768, train_iters=635782, lr_warmup_fraction=0.05)
-    scheduler = build(
-        max_lr=3e-4,
-        min_lr=0.0,
-        lr_warmup_steps=steps.lr_warmup_steps,
-        lr_decay_steps=steps.lr_decay_steps,
-    )
-    rates = [f"{lr_at(scheduler, 768 * n):.6g}" for n in (1, 2, 3, 4)]
-    assert rates == ["9.4372e-09", "1.88744e-08", "2.83116e-08", "3.77488e-08"]
-
-
-def test_warmup_starts_at_its_own_rate():
-    scheduler = build(init_lr=1e-5, lr_warmup_steps=100, lr_decay_steps=1000)
-    assert [lr_at(scheduler, n) for n in (0, 50, 100)] == [
-        1e-5,
-        1e-5 + (1.5e-4 - 1e-5) * 50 / 100,
-        1.5e-4,
-    ]
-
-
-def test_weight_decay_styles_and_multipliers():
-    for style, expected in (
-        (
-            "linear",
-            {0: 0.01, 25: 0.01 + 0.25 * (0.1 - 0.01), 100: 0.01 + 1.0 * (0.1 - 0.01), 101: 0.1},
-        ),
-        (
-            "cosine",
-            {
-                0: 0.01 + 0.5 * (math.cos(math.pi) + 1.0) * (0.1 - 0.01),
-                25: 0.01 + 0.5 * (math.cos(math.pi * 0.75) + 1.0) * (0.1 - 0.01),
-                101: 0.1,
-            },
-        ),
-    ):
-        scheduler = build(start_wd=0.01, end_wd=0.1, wd_incr_steps=100, wd_incr_style=style)
-        for samples, value in expected.items():
-            scheduler.step(samples - scheduler.num_steps)
-            assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [
-                value,
-                0.0,
-            ]
-    scheduler = build()
-    scheduler.step(10**7)
-    assert [group["weight_decay"] for group in scheduler.optimizer.param_groups] == [0.01, 0.0]
-
-
-def test_groups_may_have_their_own_limits_and_multiplier():
-    groups = [{}, {"max_lr": 1e-3, "min_lr": 1e-4}, {"lr_mult": 0.5}]
-    scheduler = build(groups, lr_decay_style="linear", lr_warmup_steps=100, lr_decay_steps=1100)
-    scheduler.step(600)
-    assert [group["lr"] for group in groups] == pytest.approx([8e-5, 5.5e-4, 4e-5], rel=1e-12)
-    scheduler.step(600)
-    assert [group["lr"] for group in groups] == [1e-5, 1e-4, 5e-6]
 
 
 def test_steps_of_the_seed_are_samples_with_a_float_warmup():
@@ -329,43 +239,6 @@ def test_an_overflow_holds_the_rate_and_a_skipped_iteration_does_not(make_params
     assert rates == [1, 1, 1, 2, 3, 4]
     assert optimizer.param_groups[0]["lr"] == 1.5e-4 * 32 / 25600.0
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
-
-
-STATE_KEYS = [
-    "end_wd",
-    "lr_decay_steps",
-    "lr_decay_style",
-    "lr_warmup_steps",
-    "max_lr",
-    "min_lr",
-    "num_steps",
-    "start_wd",
-    "wd_incr_steps",
-    "wd_incr_style",
-]
-
-
-def test_equal_values_load_and_go_on_where_the_checkpoint_was(capsys):
-    first = build()
-    first.step(30000)
-    state = json.loads(json.dumps(first.state_dict()))
-    assert sorted(state) == STATE_KEYS
-    second = build()
-    capsys.readouterr()
-    second.load_state_dict(state)
-    assert capsys.readouterr().out.splitlines() == [
-        " > using checkpoint value 0.00015 for learning rate",
-        " > using checkpoint value 1e-05 for minimum learning rate",
-        " > using checkpoint value 25600.0 for warmup iterations",
-        " > using checkpoint value 2560000 for total number of iterations",
-        " > using checkpoint value cosine for learning rate decay style",
-        " > using checkpoint value 0.01 for start weight decay",
-        " > using checkpoint value 0.01 for end weight decay",
-        " > using checkpoint value 8000 for total number of weight decay iterations",
-        " > using checkpoint value constant for weight decay incr style",
-    ]
-    assert second.state_dict() == first.state_dict()
-    assert second.optimizer.param_groups == first.optimizer.param_groups
 
 
 def test_different_values_are_refused_all_at_once():
@@ -422,15 +295,6 @@ def test_override_keeps_this_runs_values(capsys):
     assert lines[0] == " > overriding learning rate value to 0.0002"
     assert lines[6] == " > overriding end weight decay value to 0.1"
     assert (other.max_lr, other.end_wd, other.num_steps) == (2e-4, 0.1, 30000)
-
-
-def test_use_checkpoint_takes_its_values_for_the_very_next_update():
-    source = build(start_wd=0.02, end_wd=0.1, wd_incr_steps=40000, wd_incr_style="linear")
-    source.step(30000)
-    other = build(max_lr=2e-4, use_checkpoint_opt_param_scheduler=True)
-    other.load_state_dict(source.state_dict())
-    assert other.optimizer.param_groups == source.optimizer.param_groups
-    assert other.state_dict() == source.state_dict()
 
 
 def test_old_key_names_are_understood():

@@ -211,14 +211,3 @@ def test_an_axis_of_one_returns_its_input(name):
         collectives.gather_objects("x", Axis("tp")) == ["x"]
         and collectives.barrier(Axis("tp")) is None
     )
-
-
-def test_both_spellings_of_torch_are_known():
-    """2.13's names where there are any, the older ones elsewhere."""
-    names = {collectives._gather_into.__name__, collectives._scatter_into.__name__}
-    new = hasattr(torch.distributed, "all_gather_single")
-    assert names == (
-        {"all_gather_single", "reduce_scatter_single"}
-        if new
-        else {"all_gather_into_tensor", "reduce_scatter_tensor"}
-    )

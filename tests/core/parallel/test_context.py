@@ -44,38 +44,6 @@ def groups_of(contexts: list[ParallelContext], name: str) -> list[tuple[int, ...
     return sorted({c.axis(name).ranks for c in contexts})
 
 
-def test_sixteen_ranks_as_megatron_orders_them(made):
-    """Megatron-LM's example: TP 2, PP 4, so DP 2."""
-    ranks = grid(16, tp=2, pp=4)
-    assert groups_of(ranks, "tp") == [(n, n + 1) for n in range(0, 16, 2)]
-    assert groups_of(ranks, "dp")[:4] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert groups_of(ranks, "pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
-    assert groups_of(ranks, "ends")[:4] == [(0, 12), (1, 13), (2, 14), (3, 15)]
-    assert groups_of(ranks, "model") == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
-    assert groups_of(ranks, "dp_cp") == groups_of(ranks, "dp") and groups_of(ranks, "cp") == [
-        (n,) for n in range(16)
-    ]
-    assert groups_of(ranks, "world") == [tuple(range(16))]
-
-
-def test_context_parallel_lies_between_tensor_and_data(made):
-    ranks = grid(8, tp=2, cp=2)
-    assert groups_of(ranks, "cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert groups_of(ranks, "dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups_of(ranks, "dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
-
-
-def test_stages_may_be_numbered_before_replicas(made):
-    ranks = grid(16, tp=2, pp=2, cp=2, use_tp_pp_dp_mapping=True)
-    for rank, c in enumerate(ranks):
-        assert rank == c.tp.rank + 2 * (c.cp.rank + 2 * (c.pp.rank + 2 * c.dp.rank))
-    assert groups_of(ranks, "tp") == [(n, n + 1) for n in range(0, 16, 2)]
-    assert groups_of(ranks, "pp")[:4] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups_of(ranks, "dp")[:2] == [(0, 8), (1, 9)]
-    assert groups_of(ranks, "model") == [(n, n + 1, n + 4, n + 5) for n in (0, 2, 8, 10)]
-    assert groups_of(ranks, "world") == [tuple(range(16))]
-
-
 def test_every_axis_of_instances_ascends_in_either_order(made):
     for mapping in (False, True):
         ranks = grid(
@@ -128,9 +96,18 @@ def test_one_process_needs_no_process_group():
     ] and not c.sequence_parallel
 
 
-def test_all_to_all_of_context_parallel_ranks_is_the_ring(made):
-    for asked, used in (("a2a", "p2p"), ("a2a+p2p", "p2p"), ("all_gather", "all_gather")):
-        assert {c.cp_comm_type for c in grid(2, cp=2, cp_comm_type=asked)} == {used}
+def test_context_parallel_ranks_in_two_levels(made):
+    """As megatron-core makes them: neighbours exchange heads, and every second is in one ring."""
+    ranks = grid(16, tp=2, cp=4, hierarchical_context_parallel_sizes=(2, 2))
+    assert groups_of(ranks, "cp")[0] == (0, 2, 4, 6)
+    assert groups_of(ranks, "cp_heads")[:2] == [(0, 2), (1, 3)]
+    assert groups_of(ranks, "cp_ring")[:2] == [(0, 4), (1, 5)]
+    for c in ranks:
+        assert c.cp.rank == c.cp_heads.rank + 2 * c.cp_ring.rank
+        exchanging, ring = c.attention_axes("a2a")
+        assert (exchanging, ring.size) == (c.cp, 1)
+        exchanging, ring = c.attention_axes("all_gather")
+        assert (exchanging.size, ring) == (1, c.cp)
 
 
 def test_sequence_parallel_is_off_without_tensor_parallel(made):

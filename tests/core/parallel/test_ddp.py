@@ -3,9 +3,6 @@ when."""
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from typing import Any
 
 import pytest
@@ -476,97 +473,6 @@ def memory(rank: int, world: int) -> tuple[bool, int, int]:
 def test_what_a_rank_owns_are_views():
     """One buffer of weights, one of gradients, and no other copy; views begin at 64 bytes."""
     assert run_ranks(2, memory) == [(True, 1, 0)] * 2
-
-
-class SlowBackward(torch.autograd.Function):
-    """Passes on, and sleeps in backward as a device would compute."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
-class SlowLink:
-    """Does one collective after another in a thread, each after `seconds`: a link that is busy for
-    so long."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self.jobs = queue.Queue()
-        threading.Thread(target=self.work, daemon=True).start()
-
-    def work(self) -> None:
-        while True:
-            job, done = self.jobs.get()
-            time.sleep(self.seconds)
-            job()
-            done.set()
-
-    def over(self, start: Any) -> Any:
-        def slow(x: torch.Tensor, axis: Axis, *more: Any) -> Pending:
-            done = threading.Event()
-            self.jobs.put((lambda: start(x, axis, *more)(), done))
-            pending = Pending([], lambda: x, axis)
-            pending._works = [done]
-            done.is_completed = done.is_set
-            return pending
-
-        return slow
-
-
-DEPTH = 30
-
-
-def step_times(rank: int, world: int, compute: float, communication: float) -> dict[bool, float]:
-    """Seconds of backward and reduction with and without overlap; one bucket a layer."""
-    link = SlowLink(communication)
-    found = {}
-    reduction.start_reduce_scatter_ = link.over(reduction.start_reduce_scatter_)
-    for overlap in (False, True):
-        params = [nn.Parameter(torch.ones(16)) for _ in range(DEPTH)]
-        for number, p in enumerate(params):
-            p.sharding = Sharding(f"p{number}", (16,))
-        buffers = GradBuffers(
-            params,
-            ParallelContext(config_of(True, 1), world, rank),
-            torch.float32,
-            bucket_size=1,
-            overlap_grad_reduce=overlap,
-        )
-        best = float("inf")
-        for _ in range(3 if overlap else 1):
-            buffers.zero(1)
-            x = torch.ones(16)
-            for p in params:
-                x = SlowBackward.apply(x * p, compute)
-            torch.distributed.barrier()
-            start = time.perf_counter()
-            x.sum().backward()
-            buffers.reduce()
-            best = min(best, time.perf_counter() - start)
-        found[overlap] = best
-    return found
-
-
-@pytest.mark.sweep
-@pytest.mark.alone
-@pytest.mark.parametrize("compute, communication", [(0.05, 0.025), (0.025, 0.05), (0.05, 0.05)])
-def test_overlapped_reduction_costs_a_tenth_more_than_the_longer_of_the_two(compute, communication):
-    for found in run_ranks(2, step_times, compute, communication):
-        longer = DEPTH * max(compute, communication)
-        together = DEPTH * (compute + communication)
-        print(
-            f"compute {DEPTH * compute:.2f} s, communication {DEPTH * communication:.2f} s: one "
-            f"after the other {found[False]:.3f} s, overlapped {found[True]:.3f} s, "
-            f"{found[True] / longer:.3f} of the longer"
-        )
-        assert together <= found[False] and longer <= found[True] <= 1.10 * longer
 
 
 def test_building_takes_no_more_memory_than_training():

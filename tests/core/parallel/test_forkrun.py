@@ -4,7 +4,6 @@ fail."""
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import pytest
@@ -18,16 +17,6 @@ def add_up(rank: int, world: int, base: torch.Tensor) -> torch.Tensor:
     total = base + rank
     dist.all_reduce(total)
     return total
-
-
-def surroundings(rank: int, world: int) -> tuple:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "FORKRUN_TEST")
-    return (
-        [os.environ.get(name) for name in names],
-        os.getcwd(),
-        torch.get_num_threads(),
-        dist.is_initialized(),
-    )
 
 
 def rank_one_fails(rank: int, world: int) -> None:
@@ -50,10 +39,6 @@ def rank_one_sleeps(rank: int, world: int, pid_folder: str) -> None:
         time.sleep(600)
 
 
-def leaves(rank: int, world: int) -> None:
-    sys.exit(3)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 def test_all_reduce_over_real_ranks(world):
     base = torch.arange(3, dtype=torch.float64)
@@ -62,22 +47,6 @@ def test_all_reduce_over_real_ranks(world):
     assert len(results) == world
     for result in results:
         assert torch.equal(result, expected)
-
-
-def test_each_rank_gets_the_callers_surroundings(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORKRUN_TEST", "from the caller")
-    monkeypatch.chdir(tmp_path)
-    results = run_ranks(2, surroundings)
-    for rank, (names, cwd, threads, joined) in enumerate(results):
-        assert names == [str(rank), "2", str(rank), "from the caller"]
-        assert os.path.samefile(cwd, tmp_path)
-        assert threads == 1 and joined
-
-
-def test_one_rank_has_no_group_and_join_can_be_left_out():
-    assert run_ranks(1, surroundings)[0][3] is False
-    assert [answer[3] for answer in run_ranks(2, surroundings, join=False)] == [False, False]
-    assert run_ranks(1, surroundings, environ={"FORKRUN_TEST": "laid over"})[0][0][3] == "laid over"
 
 
 def test_the_failing_ranks_traceback_is_shown_once_with_its_output():
@@ -92,11 +61,6 @@ def test_the_failing_ranks_traceback_is_shown_once_with_its_output():
 def test_a_rank_that_dies_without_a_word_is_named():
     with pytest.raises(RanksFailed, match=r"\b1 of 2\b.*\b7\b"):
         run_ranks(2, rank_one_dies)
-
-
-def test_sys_exit_in_a_rank_is_a_failure_that_says_so():
-    with pytest.raises(RanksFailed, match="SystemExit: 3"):
-        run_ranks(1, leaves)
 
 
 def test_the_time_limit_kills_every_rank(tmp_path):

@@ -111,19 +111,6 @@ def test_ranks_cast_to_the_numbers_of_one(sequence_parallel, precision, steps):
     assert_ranks_give_the_numbers_of_one(sequence_parallel, precision, steps)
 
 
-def local_scales(rank, world, precision):
-    """As `ranks_step`, every rank with the maxima of its own parts."""
-    fp8.all_reduce = lambda x, axis, op: x
-    return ranks_step(rank, world, False, precision, 1)
-
-
-def test_the_comparison_sees_scales_of_one_rank():
-    values, _, _ = step(ParallelContext(ParallelConfig()), TENSORWISE)
-    ranks = run_ranks(2, local_scales, TENSORWISE)
-    got = torch.cat([rank[0][0] for rank in ranks], -1)
-    assert (got - values[0]).norm() > 1e-3 * values[0].norm()
-
-
 @pytest.mark.parametrize("algorithm", ["most_recent", "max"])
 @pytest.mark.parametrize("margin", [0, 2])
 def test_delayed_scales_by_hand(algorithm, margin):

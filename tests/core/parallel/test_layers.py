@@ -167,7 +167,9 @@ def test_ranks_drop_alike_where_they_hold_the_same(sequence_parallel):
 
 
 def one_rank_of(tp, tp_rank):
-    return SimpleNamespace(tp=Axis("tp", tp, tp_rank), sequence_parallel=False)
+    return SimpleNamespace(
+        tp=Axis("tp", tp, tp_rank), sequence_parallel=False, shares_weights=False
+    )
 
 
 def test_a_gated_matrix_keeps_gate_and_up_together():

@@ -9,10 +9,9 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plan.schedules import Action, bubble_fraction, compute_order
+from megatron.config.plan.schedules import Action, compute_order
 from megatron.parallel import pipeline
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.pipeline import Pipeline, run_schedule, stage_schedule
@@ -120,14 +119,14 @@ class Toy:
 
 def toy_run(rank: int, world: int, micro_batches: int, chunks: int, overlap: bool) -> tuple:
     toy = Toy(rank, world, chunks, overlap)
-    toy.pipeline.run(micro_batches, toy.forward, toy.backward)
+    toy.pipeline.play(micro_batches, toy.forward, toy.backward)
     train_order = toy.order
     toy.order = []
     gradients = [weight.grad.item() for weight in toy.weights]
     losses = toy.losses
     toy.losses = []
     with torch.no_grad():
-        toy.pipeline.run(micro_batches, toy.forward)
+        toy.pipeline.play(micro_batches, toy.forward)
     assert toy.losses == losses and all(order[0] == "forward" for order in toy.order)
     return losses, gradients, train_order, toy.most_outputs
 
@@ -180,43 +179,3 @@ def test_a_wrong_shape_is_not_sent():
         run_schedule(
             [Action("forward", 0), Action("send_activation", 0, 0, 1)], forward, None, links
         )
-
-
-def sleeping_run(rank: int, world: int, micro_batches: int, chunks: int, seconds: float) -> float:
-    """Seconds of a step whose chunks only sleep, a backward twice as long as a forward."""
-    toy = Toy(rank, world, chunks)
-
-    def forward(micro_batch: int, chunk: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        time.sleep(seconds / 3 / chunks)
-        return toy.forward(micro_batch, chunk, hidden)
-
-    def backward(output: object, gradient: torch.Tensor | None) -> None:
-        time.sleep(2 * seconds / 3 / chunks)
-        torch.autograd.backward(output, gradient)
-
-    toy.pipeline.run(micro_batches, toy.forward, toy.backward)  # makes connections and threads
-    dist.barrier()
-    start = time.perf_counter()
-    toy.pipeline.run(micro_batches, forward, backward)
-    dist.barrier()
-    return time.perf_counter() - start
-
-
-@pytest.mark.sweep
-@pytest.mark.alone
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_the_measured_bubble_is_that_of_the_formula(chunks):
-    """8 stages, 8 micro-batches, within 5 % of (p - 1) / (v m); the best of some tries, since
-    others may use the machine."""
-    stages = 8
-    micro_batches = 8
-    seconds = 1.0
-    formula = bubble_fraction(stages, micro_batches, chunks)
-    bubble = float("inf")
-    for _ in range(4):
-        taken = max(run_ranks(stages, sleeping_run, micro_batches, chunks, seconds))
-        bubble = min(bubble, taken / (micro_batches * seconds) - 1)
-        print(f"{chunks} chunks: bubble {bubble:.4f}, by formula {formula:.4f}")
-        if bubble < 1.05 * formula:
-            break
-    assert bubble == pytest.approx(formula, rel=0.05)

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from megatron.kernels.functional import dropout
-from megatron.parallel.random import DropoutSeeds, dropout_seed, recompute
+from megatron.parallel.random import DropoutSeeds, dropout_seed
 
 
 def test_seeds_never_change():
@@ -50,22 +50,3 @@ def test_dropout_ignores_and_leaves_the_global_generator():
     assert torch.equal(dropout(x, 0.25, seeds.seed(3, "a")), first)
     assert set(first.unique().tolist()) == {0.0, x.div(0.75)[0, 0].item()}
     assert abs((first == 0).float().mean().item() - 0.25) < 0.03
-
-
-def test_recompute_repeats_the_mask():
-    seeds = DropoutSeeds(1, 1, 0)
-    w = torch.randn(16, 16, requires_grad=True)
-    calls = []
-
-    def function(x):
-        calls.append(1)
-        return dropout(torch.tanh(x @ w), 0.5, seeds.seed(0, "a"))
-
-    grads = []
-    for again in (False, True):
-        x = torch.linspace(-1, 1, 256).view(16, 16).requires_grad_()
-        y = recompute(function, x) if again else function(x)
-        torch.manual_seed(3)
-        grads.append(torch.autograd.grad(y.square().sum(), (x, w)))
-    assert len(calls) == 3
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

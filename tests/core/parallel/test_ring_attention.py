@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.parallel import ParallelConfig
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.parallel import ring_attention as module
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import recompute
@@ -35,9 +35,10 @@ def mine(rank, world, *tensors):
     ]
 
 
-def ring(q, k, v, cp, dropout=0.0, document_ids=None, window=None, **more):
-    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None, window)
-    return ring_attention(q, k, v, spec, document_ids, cp=cp, **more)
+def ring(q, k, v, cp, comm_type="p2p", document_ids=None, seed=None, sinks=None, **features):
+    told = {"documents": document_ids is not None, "sink": sinks is not None, **features}
+    call = AttentionCall(AttentionSpec.of(q, k, v, SCALE, **told), document_ids, seed, sinks)
+    return ring_attention(q, k, v, call, cp=cp, comm_type=comm_type)
 
 
 def attend(rank, world, shape, dtype, ids, more):
@@ -96,7 +97,7 @@ def test_values_and_gradients_of_one_process(world):
 
 
 @pytest.mark.parametrize(
-    "world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 8))]
+    "world", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4, 8))]
 )
 def test_windows(world):
     """Shorter than a part, ending at and beside the borders of chunks, wider than several chunks;
@@ -117,6 +118,77 @@ def test_windows(world):
             torch.testing.assert_close(whole(parts), wanted, **CLOSE)
 
 
+def attend_to_wide_values(rank, world, shape, ids, more):
+    *tensors, grad = wide_values(shape)
+    q, k, v, grad = mine(rank, world, *tensors, grad)
+    out = ring(q, k, v, cp_axis(rank, world), document_ids=ids, **more)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def wide_values(shape):
+    """Values of 11 channels, and a gradient of as many."""
+    q, k, v, grad = inputs(*shape)
+    v, grad = (torch.cat((t, 2 * t), -1)[..., :11].detach() for t in (v, grad))
+    return q, k, v.requires_grad_(), grad
+
+
+@pytest.mark.parametrize(
+    ("way", "window", "masked"),
+    [
+        (COMM_TYPES[0], None, True),
+        (COMM_TYPES[0], 9, False),
+        (COMM_TYPES[1], None, False),
+        (COMM_TYPES[1], 9, True),
+    ],
+)
+def test_values_of_another_width_than_keys(way, window, masked):
+    shape = (40, 2, 4, 2, 8)
+    ids = documents(40) if masked else None
+    more = {"window": window, "comm_type": way}
+    results = run_ranks(2, attend_to_wide_values, shape, ids, more)
+    q, k, v, grad = wide_values(shape)
+    out = formula(q, k, v, ids, window=window)
+    exact = out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+    for parts, wanted in zip(zip(*results, strict=True), exact, strict=True):
+        torch.testing.assert_close(whole(parts), wanted, **CLOSE)
+
+
+def ranks_attend_with_sinks(rank, world, jobs):
+    results = []
+    for shape, ids, more in jobs:
+        q, k, v, grad = mine(rank, world, *inputs(*shape))
+        sinks = SINKS.clone().requires_grad_()
+        out = ring(q, k, v, cp_axis(rank, world), document_ids=ids, sinks=sinks, **more)
+        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), grad)))
+    return results
+
+
+# Large ones too: forward looks right without sinks while they are small (Transformer Engine 3551).
+SINKS = torch.tensor([5.0, -5.0, 0.0, 1.3], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.campaign)])
+def test_sinks_count_once_and_scores_are_capped(world):
+    """Each rank has the gradient of a sink by its own queries."""
+    shape = (40 * world, 2, 4, 2, 8)
+    jobs = [
+        (shape, ids, {"comm_type": way, "window": window, "softcap": cap})
+        for window in (None, 21)
+        for cap in (None, 0.7)
+        for ids in (None, documents(shape[0], shape[1]))
+        for way in COMM_TYPES
+    ]
+    results = run_ranks(world, ranks_attend_with_sinks, jobs)
+    for i, (_, ids, more) in enumerate(jobs):
+        q, k, v, grad = inputs(*shape)
+        sinks = SINKS.clone().requires_grad_()
+        out = formula(q, k, v, ids, None, more["window"], more["softcap"], sinks)
+        exact = out.detach(), *torch.autograd.grad(out, (q, k, v, sinks), grad)
+        *parts, of_sinks = zip(*(result[i] for result in results), strict=True)
+        for got, wanted in zip((*map(whole, parts), sum(of_sinks)), exact, strict=True):
+            torch.testing.assert_close(got, wanted, **CLOSE)
+
+
 @pytest.mark.parametrize("dtype, rtol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_other_formats(dtype, rtol):
     """Parts are joined in fp32: bf16 results are rounded once, so they are as near as bf16 is."""
@@ -133,8 +205,8 @@ def test_other_formats(dtype, rtol):
 
 
 class LiveKeys(TorchDispatchMode):
-    """The most bytes alive at once in keys and values: storages first seen as [..., g, d] in their
-    own format.
+    """The most bytes alive at once in keys and values: storages first seen as [..., g, d], or both
+    together as [..., g, 2 d], in their own format.
 
     (Gradients, and what the kernel loads of a few heads at a time, are fp32 where keys are bf16. No
     other size is g.)
@@ -142,7 +214,7 @@ class LiveKeys(TorchDispatchMode):
 
     def __init__(self, k):
         super().__init__()
-        self.last = k.shape[-2:]
+        self.last = [(k.shape[-2], width * k.shape[-1]) for width in (1, 2)]
         self.dtype = k.dtype
         self.alive = {}
         self.peak = 0
@@ -150,7 +222,7 @@ class LiveKeys(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.shape[-2:] == self.last:
+            if isinstance(t, torch.Tensor) and t.dtype == self.dtype and t.shape[-2:] in self.last:
                 storage = t.untyped_storage()
                 self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
@@ -171,7 +243,9 @@ def most_keys(rank, world, shape, way):
     return [peak / (2 * k.numel() * k.element_size()) for peak in peaks]
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "world", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 8))]
+)
 def test_no_rank_ever_holds_more_than_two_shares_of_keys_and_values(world):
     """Its own, and a part at work and a part on its way, half as much each; gathering holds them
     all, which shows."""
@@ -181,7 +255,7 @@ def test_no_rank_ever_holds_more_than_two_shares_of_keys_and_values(world):
     assert all(min(peaks) > world for peaks in gathered)
 
 
-def turns(rank, world, way):
+def turns(rank, world, way, window=None):
     """What happens in which order on this rank: t(ransfer begins), c(omputation), w(ait)."""
     said = []
 
@@ -195,13 +269,14 @@ def turns(rank, world, way):
 
     for name, letter in (
         ("start_shift", "t"),
+        ("start_exchange", "t"),
         ("start_all_gather", "t"),
         ("block_attention", "c"),
         ("block_attention_grads", "c"),
     ):
         setattr(module, name, noting(getattr(module, name), letter))
     q, k, v, grad = mine(rank, world, *inputs(8 * world))
-    out = ring(q, k, v, cp_axis(rank, world), comm_type=way)
+    out = ring(q, k, v, cp_axis(rank, world), comm_type=way, window=window)
     forward = "".join(said)
     said.clear()
     out.backward(grad)
@@ -213,6 +288,10 @@ def test_the_next_block_is_on_its_way_while_one_is_computed():
         assert forward == "tccwtcwctcwtcwc"
         assert backward == "tccwtctwcwttcwwtctwcwtw"
     assert {forward for forward, _ in run_ranks(3, turns, "all_gather")} == {"tcccwcccc"}
+    # of 4 positions a chunk: ranks 1 and 2 see the end of the early chunk before, ranks 0 and 1 that
+    # of the late one, which goes on two ranks
+    in_window = run_ranks(3, turns, "p2p", 3)
+    assert [forward for forward, _ in in_window] == ["tccwtwc", "tccwtcwc", "tcccwtcw"]
 
 
 P = 0.25
@@ -229,7 +308,7 @@ def dropped(rank, world, shape, ids, way, again):
     for values in (*mine(rank, world, eye), v):
 
         def core(q, k, v):
-            return ring(q, k, v, cp, P, document_ids=ids, comm_type=way, dropout_seed=100 + rank)
+            return ring(q, k, v, cp, way, ids, 100 + rank, dropout=P)
 
         out = recompute(core, q, k, values) if again else core(q, k, values)
         found.append(out.detach())

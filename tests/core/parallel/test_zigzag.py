@@ -4,6 +4,7 @@ place, as many on each."""
 import pytest
 import torch
 
+from megatron.config.plan.window_rows import exchanged, rows_seen, steps
 from megatron.parallel.context import Axis
 from megatron.parallel.zigzag import PARTS, chunks_of, my_chunks, part_rows, tiles, tiles_in_window
 
@@ -55,21 +56,44 @@ def test_tiles_in_a_window_have_all_of_it_and_nothing_that_is_wholly_outside(cp,
     seen = torch.zeros(s, s, dtype=torch.int64)
     for rank in range(cp):
         for source in range(cp):
-            for part in PARTS:
-                keys = positions[source]
-                if source != rank:
-                    keys = torch.cat([keys[rows] for rows in part_rows(chunk, part)])
-                for tile in tiles_in_window(rank, source, chunk, part, cp, window):
-                    rows = positions[rank][tile.queries]
-                    columns = keys[tile.keys]
-                    back = rows[:, None] - columns
-                    assert back[0, 0] == tile.distance
-                    assert rows.diff().eq(1).all() and columns.diff().eq(1).all()
-                    visible = (back >= 0) & (back < window)
-                    assert visible.any() and (tile.causal or back.min() > 0)
-                    seen[rows[:, None], columns] += visible.long()
+            keys = positions[source]
+            if source != rank:
+                runs = rows_seen(rank, source, cp, chunk, window)
+                keys = torch.cat([keys[:0], *(keys[slice(*run)] for run in runs)])
+            for tile in tiles_in_window(rank, source, cp, chunk, window):
+                rows = positions[rank][tile.queries]
+                columns = keys[tile.keys]
+                back = rows[:, None] - columns
+                assert back[0, 0] == tile.distance
+                assert rows.diff().eq(1).all() and columns.diff().eq(1).all()
+                visible = (back >= 0) & (back < window)
+                assert visible[0].any() and visible[-1].any() and visible[:, -1].any()
+                assert tile.causal or back.min() > 0 and visible[:, 0].any()
+                seen[rows[:, None], columns] += visible.long()
     back = torch.arange(s)[:, None] - torch.arange(s)
     assert torch.equal(seen, ((back >= 0) & (back < window)).long())
+
+
+@pytest.mark.parametrize("cp, chunk", SIZES)
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 100])
+def test_a_rank_gets_the_rows_that_its_windows_have(cp, chunk, window):
+    """Each key of another rank that a query sees, and no other; and how many each rank sends and
+    gets, however far they go."""
+    positions = [chunks_of(torch.arange(2 * cp * chunk), rank, cp, dim=0) for rank in range(cp)]
+    counts = torch.zeros(cp, cp, dtype=torch.int64)
+    for rank, queries in enumerate(positions):
+        for source, keys in enumerate(positions):
+            if source == rank:
+                continue
+            back = queries[:, None] - keys
+            seen = ((back >= 0) & (back < window)).any(0).nonzero().flatten().tolist()
+            runs = rows_seen(rank, source, cp, chunk, window)
+            assert [row for run in runs for row in range(*run)] == seen
+            counts[source, rank] = len(seen)
+    apart = (torch.arange(cp) - torch.arange(cp)[:, None]) % cp  # of source and rank
+    assert steps(cp, chunk, window) == tuple(sorted(set(apart[counts > 0].tolist())))
+    numbers = [sums for each in (counts, counts.T) for sums in ((each > 0).sum(1), each.sum(1))]
+    assert [list(rank) for rank in exchanged(cp, chunk, window)] == torch.stack(numbers, 1).tolist()
 
 
 @pytest.mark.parametrize("cp, chunk", SIZES)

@@ -13,7 +13,11 @@ EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
 A2A = ("--moe-token-dispatcher-type", "alltoall")
 CP = "--context-parallel-size"
-GATHER = ("--cp-comm-type", "all_gather")
+COMM = "--cp-comm-type"
+GATHER = (COMM, "all_gather")
+HEADS = (COMM, "a2a")
+LEVELS = ("--hierarchical-context-parallel-sizes", "2", "2")
+BOTH = (COMM, "a2a+p2p", *LEVELS)
 PP = "--pipeline-model-parallel-size"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
@@ -72,6 +76,34 @@ WINDOWS = (
     *("--window-rotary-base", "500", "--rope-type", "yarn", "--rotary-scaling-factor", "4"),
     *("--original-max-position-embeddings", "16"),
 )
+# Attention sinks, caps of scores and logits that are reached, and a z-loss of capped logits.
+SINKS = ("--softmax-type", "learnable")
+CAPS = ("--attn-logit-softcapping", "0.5", "--final-logit-softcapping", "0.4")
+SCORES = (
+    *(*LLAMA, *SINKS, *CAPS, "--z-loss-coeff", "0.01", "--softmax-scale", "0.8"),
+    *(*WINDOW, "--window-attn-skip-freq", "2"),
+)
+# Gemma 3: norms around attention and MLP, weights minus one, two rotary bases, a scaled embedding.
+GEMMA = (
+    *with_flags(LLAMA, "--num-layers", "3"),
+    *("--post-self-attn-layernorm", "--post-mlp-layernorm", "--apply-layernorm-1p"),
+    *("--qk-layernorm", "--embedding-multiplier", "8", "--softmax-scale", "0.4", *WINDOW),
+    *("--window-attn-skip-freq", "[1,0,1]", "--window-rotary-base", "500"),
+    *("--rotary-seq-len-interpolation-factor", "4"),
+)
+GEMMA = tuple("--geglu" if flag == "--swiglu" else flag for flag in GEMMA)
+# Multi-head latent attention with YaRN, values of another width than keys; with experts as DeepSeek-V3.
+MLA = (
+    *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope", "--swiglu"),
+    *("--normalization", "RMSNorm", "--disable-bias-linear", "--num-attention-heads", "4"),
+    *("--multi-latent-attention", "--q-lora-rank", "24", "--kv-lora-rank", "12", "--qk-layernorm"),
+    *("--qk-head-dim", "8", "--qk-pos-emb-head-dim", "6", "--v-head-dim", "10"),
+    *("--rotary-scaling-factor", "4", "--original-max-position-embeddings", "16"),
+    *("--mscale", "0.7", "--mscale-all-dim", "1.3"),
+)
+# Multi-token prediction, two depths, of which masked documents are shorter than a chunk of cp2.
+DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+MTP = (*LLAMA, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.7")
 # Norms behind attention and MLP only, and norms of all heads together (OLMo 2).
 OLMO = (
     *LLAMA,
@@ -114,6 +146,24 @@ MOE = (
     "0.01",
     "--moe-per-layer-logging",
 )
+# Norms of rotated queries and keys, another base; softmax scores with a bias in groups of experts.
+HUNYUAN = (
+    *(*LLAMA, "--qk-layernorm", "--qk-layernorm-after-rope", "--rotary-ntk-alpha", "3"),
+    *("--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "24"),
+    *("--moe-shared-expert-intermediate-size", "32", "--moe-router-enable-expert-bias"),
+    *("--moe-router-num-groups", "2", "--moe-router-group-topk", "2"),
+    *("--moe-router-group-score-topk", "2", "--moe-router-bias-update-rate", "0.01"),
+    *("--moe-aux-loss-coeff", "0.05", "--moe-z-loss-coeff", "0.01", "--moe-per-layer-logging"),
+)
+# gpt-oss: biases everywhere, of router and experts too, and their own gated MLP.
+GPT_OSS = (
+    *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"),
+    *("--normalization", "RMSNorm", "--group-query-attention", "--num-query-groups", "4"),
+    *("--num-attention-heads", "8", *WINDOW, "--window-attn-skip-freq", "2"),
+    *("--quick-geglu", "--activation-func-clamp-value", "0.05", "--glu-linear-offset", "1"),
+    *("--num-experts", "6", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "24", *SINKS),
+    *("--moe-aux-loss-coeff", "0.05", "--moe-z-loss-coeff", "0.01", "--moe-per-layer-logging"),
+)
 DEEP_MOE = (*with_flags(MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_BALANCE = ("--moe-router-load-balancing-type", "global_aux_loss")
 SIGMOID_MOE = (
@@ -138,6 +188,9 @@ EP_MOE = (
     "--moe-router-group-topk",
     "2",
 )
+MLA_MOE = (*with_flags(EP_MOE, *MLA),)
+MTP_MOE = (*EP_MOE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.7")
+TIED_MTP = tuple(flag for flag in MTP if flag != "--untie-embeddings-and-output-weights")
 DEEP_EP_MOE = (*with_flags(EP_MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_MOE = (
     *with_flags(DEEP_MOE, "--moe-aux-loss-coeff", "0.05", "0.1", "0.02"),
@@ -152,6 +205,7 @@ DEEPER = ("--num-layers", "8")
 ODD = ("--num-layers", "7")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 SELECTIVE = ("--recompute-activations",)
+UP_AGAIN = ("--recompute-granularity", "selective", "--recompute-modules", "mla_up_proj")
 FULL = (
     "--recompute-granularity",
     "full",
@@ -160,10 +214,14 @@ FULL = (
     "--recompute-num-layers",
     "1",
 )
+TWO_LAYERS = ("--recompute-num-layers", "2")
 DISTRIBUTED = ("--use-distributed-optimizer",)
 BUCKETS = (*DISTRIBUTED, "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 OVERLAP = (*BUCKETS, "--overlap-param-gather")
 WHOLE = ("--zero-partition", "whole-params")
+SHARDING = "--data-parallel-sharding-strategy"
+ZERO2 = (SHARDING, "optim_grads", "--overlap-grad-reduce")
+ZERO3 = (SHARDING, "optim_grads_params", "--overlap-grad-reduce", "--overlap-param-gather")
 INSTANCES = ("--num-distributed-optimizer-instances", "2")
 MUON = (
     *("--optimizer", "muon", "--muon-momentum", "0.95", "--muon-use-nesterov"),
@@ -208,15 +266,28 @@ CASES = {
     "dp4, distributed optimizer in 2 instances, overlap": Case(
         UNTIED, 4, (*OVERLAP, *INSTANCES, "--micro-batch-size", "1")
     ),
+    "dp2, ZeRO-3": Case(GPT2, 2, ZERO3),
     "cp2, untied, masked documents": Case(UNTIED, 2, (CP, "2")),
+    "cp2 a2a, untied, masked documents": Case(UNTIED, 2, (CP, "2", *HEADS)),
     "pp2": Case(GPT2, 2, (PP, "2")),
     "tp2 sp, options of families": Case(OPTIONS, 2, (TP, "2", SP)),
     "cp2 tp2 sp, windows": Case(WINDOWS, 4, (CP, "2", TP, "2", SP)),
+    "cp2 tp2 sp, sinks, caps": Case(SCORES, 4, (CP, "2", TP, "2", SP)),
+    "tp2 sp, latent attention": Case(MLA, 2, (TP, "2", SP)),
+    "cp2, latent attention": Case(MLA, 2, (CP, "2")),
+    "cp2, multi-token prediction, masked documents": Case((*MTP, *DOCUMENTS), 2, (CP, "2")),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
     ),
     "ep2, experts, all-to-all": Case(MOE, 2, (EP, "2", *A2A)),
     "ep2, experts, all-gather": Case(MOE, 2, (EP, "2")),
+    "tp2 sp, Gemma 3": Case(GEMMA, 2, (TP, "2", SP)),
+    "tp2 sp, experts, gpt-oss": Case(GPT_OSS, 2, (TP, "2", SP)),
+    "ep2 cp2, all-to-all, experts, gpt-oss": Case(GPT_OSS, 2, (EP, "2", *A2A, CP, "2")),
+    "ep2 tp2 sp, all-to-all, experts, latent attention": Case(
+        MLA_MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)
+    ),
+    "cp2 tp2 sp, experts, Hunyuan, ERNIE": Case(HUNYUAN, 4, (CP, "2", TP, "2", SP)),
     "tp2 sp, experts": Case(MOE, 2, (TP, "2", SP)),
     "tp2, experts": Case(MOE, 2, (TP, "2")),
     "cp2, experts": Case(MOE, 2, (CP, "2")),
@@ -263,6 +334,37 @@ CASES = {
     ),
 }
 CAMPAIGN = {
+    "dp2, ZeRO-2": Case(GPT2, 2, ZERO2),
+    "dp2, ZeRO-2, no overlap": Case(UNTIED, 2, ZERO2[:2]),
+    "dp2, ZeRO-3, no overlap, full recompute": Case(UNTIED, 2, ZERO3[:2], only=FULL),
+    "dp2, ZeRO-3, 4 micro-batches, two layers recomputed together": Case(
+        (*LLAMA, *DEEP), 2, (*ZERO3, "--micro-batch-size", "1"), only=with_flags(FULL, *TWO_LAYERS)
+    ),
+    "dp2, ZeRO-3, selective recompute": Case(UNTIED, 2, ZERO3, only=SELECTIVE),
+    "dp2, ZeRO-3, latent attention, latents alone kept": Case(MLA, 2, ZERO3, only=UP_AGAIN),
+    "dp2, ZeRO-3 in 2 instances": Case(GPT2, 2, (*ZERO3, *INSTANCES)),
+    "dp2, ZeRO-2 in 2 instances": Case(GPT2, 2, (*ZERO2, *INSTANCES)),
+    "dp4, ZeRO-2 in 2 instances": Case(UNTIED, 4, (*ZERO2, *INSTANCES, "--micro-batch-size", "1")),
+    "dp4, ZeRO-3 in 2 instances": Case(GPT2, 4, (*ZERO3, *INSTANCES, "--micro-batch-size", "1")),
+    "tp2 sp, ZeRO-3": Case(GPT2, 2, (TP, "2", SP, *ZERO3)),
+    "tp2 sp dp2, ZeRO-2": Case(GPT2, 4, (TP, "2", SP, *ZERO2)),
+    "tp2 sp dp2, ZeRO-3": Case(LLAMA, 4, (TP, "2", SP, *ZERO3)),
+    "pp2 dp2, ZeRO-2": Case(GPT2, 4, (PP, "2", *ZERO2)),
+    "pp2 dp2, ZeRO-3": Case(GPT2, 4, (PP, "2", *ZERO3)),
+    "pp2 vpp2 dp2, ZeRO-2": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *ZERO2)),
+    "pp2 vpp2 dp2, ZeRO-3": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *ZERO3)),
+    "cp2 dp2, ZeRO-2": Case(UNTIED, 4, (CP, "2", *ZERO2)),
+    "cp2, ZeRO-3": Case(WINDOWS, 2, (CP, "2", *ZERO3)),
+    "cp2 a2a dp2, ZeRO-3, windows": Case(WINDOWS, 4, (CP, "2", *HEADS, *ZERO3)),
+    "ep2, all-to-all, experts, ZeRO-2": Case(MOE, 2, (EP, "2", *A2A, *ZERO2)),
+    "ep2 dp2, all-to-all, experts, ZeRO-3": Case(MOE, 4, (EP, "2", *A2A, *ZERO3)),
+    "ep2 dp2, experts, ZeRO-3 in 2 instances": Case(EP_MOE, 4, (EP, "2", *ZERO3, *INSTANCES)),
+    "dp2, ZeRO-2, Muon": muon(LLAMA, 2, ZERO2),
+    "dp2, ZeRO-3, Muon": muon(LLAMA, 2, ZERO3),
+    "tp2 sp dp2, ZeRO-3, Muon": muon(LLAMA, 4, (TP, "2", SP, *ZERO3)),
+    "etp1 ep2 tp2 sp dp2, all-to-all, ZeRO-3, Muon, experts": muon(
+        EP_MOE, 4, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *ZERO3)
+    ),
     "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
     "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
     "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
@@ -272,6 +374,82 @@ CAMPAIGN = {
     "dp2, distributed optimizer, overlap, windows": Case(WINDOWS, 2, OVERLAP),
     "pp3, windows": Case(WINDOWS, 3, (PP, "3")),
     "cp2 ep2, windows, experts": Case((*MOE, *WINDOW), 2, (CP, "2", EP, "2", *A2A)),
+    "tp2 sp, sinks, caps": Case(SCORES, 2, (TP, "2", SP), only=FULL),
+    "cp4, sinks, caps, masked documents": Case((*UNTIED, *SINKS, *CAPS), 4, (CP, "4")),
+    "cp2 all_gather, a score of 0, selective recompute": Case(
+        (*LLAMA, "--softmax-type", "off-by-one"), 2, (CP, "2", *GATHER), only=SELECTIVE
+    ),
+    "dp2, distributed optimizer, overlap, sinks, caps": Case(SCORES, 2, OVERLAP),
+    "pp2, sinks, caps": Case(SCORES, 2, (PP, "2")),
+    "cp2 ep2, sinks, caps, experts": Case((*MOE, *SINKS, *CAPS), 2, (CP, "2", EP, "2", *A2A)),
+    "tp2 sp, sinks, caps, Muon": muon(SCORES, 2, (TP, "2", SP)),
+    "tp2, latent attention": Case(MLA, 2, (TP, "2")),
+    "tp4 sp, latent attention, latents alone kept": Case(MLA, 4, (TP, "4", SP), only=UP_AGAIN),
+    "cp2 tp2, latent attention, latents and core": Case(
+        MLA, 4, (CP, "2", TP, "2"), only=(*UP_AGAIN, "core_attn")
+    ),
+    "cp2 all_gather, latent attention, masked documents": Case(
+        (*MLA, "--reset-attention-mask", "--reset-position-ids"), 2, (CP, "2", *GATHER)
+    ),
+    "pp2, latent attention": Case(MLA, 2, (PP, "2")),
+    "tp2 sp, multi-token prediction": Case(MTP, 2, (TP, "2", SP)),
+    "tp2, multi-token prediction, dp2": Case((*MTP, *DOCUMENTS), 4, (TP, "2")),
+    "pp2, multi-token prediction, layout Ett|mmL": Case(
+        MTP, 2, (PP, "2", LAYOUT, "Ett|mmL"), only=FULL
+    ),
+    "pp2 vpp2, multi-token prediction, tied, masked documents": Case(
+        (*TIED_MTP, *DEEP, *DOCUMENTS), 2, (PP, "2", CHUNKS, "2")
+    ),
+    "cp2 tp2 sp, multi-token prediction, masked documents": Case(
+        (*MTP, *DOCUMENTS), 4, (CP, "2", TP, "2", SP)
+    ),
+    "dp2, distributed optimizer, overlap, multi-token prediction": Case(
+        (*MTP, *DOCUMENTS), 2, OVERLAP
+    ),
+    "ep2, all-to-all, experts, multi-token prediction": Case(MTP_MOE, 2, (EP, "2", *A2A)),
+    "ep2 pp2, all-to-all, experts, multi-token prediction, distributed optimizer": Case(
+        MTP_MOE, 4, (EP, "2", *A2A, PP, "2", *OVERLAP)
+    ),
+    "tp2 sp, multi-token prediction, Muon": muon(MTP, 2, (TP, "2", SP)),
+    "pp2 vpp2, latent attention, full recompute": Case(
+        (*MLA, *DEEP), 2, (PP, "2", CHUNKS, "2"), only=FULL
+    ),
+    "dp2, distributed optimizer, overlap, latent attention": Case(MLA, 2, OVERLAP),
+    "tp2 sp dp2, distributed optimizer, latent attention, LayerNorm, queries of hidden states": Case(
+        tuple(
+            word
+            for word in with_flags(MLA, "--normalization", "LayerNorm")
+            if word not in ("--q-lora-rank", "24")
+        ),
+        4,
+        (TP, "2", SP, *DISTRIBUTED),
+    ),
+    "tp2 sp, latent attention, Muon": muon(MLA, 2, (TP, "2", SP)),
+    "ep2 cp2, all-to-all, experts, latent attention": Case(MLA_MOE, 2, (EP, "2", *A2A, CP, "2")),
+    "pp2 dp2, distributed optimizer, overlap, experts, latent attention": Case(
+        MLA_MOE, 4, (PP, "2", *OVERLAP)
+    ),
+    "pp3, Gemma 3": Case(GEMMA, 3, (PP, "3")),
+    "ep2 pp2, all-to-all, experts, Hunyuan, ERNIE": Case(
+        HUNYUAN, 4, (EP, "2", *A2A, PP, "2"), only=FULL
+    ),
+    "dp2, distributed optimizer, overlap, experts, Hunyuan, ERNIE": Case(HUNYUAN, 2, OVERLAP),
+    "cp2 tp2 sp, Gemma 3": Case(GEMMA, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "dp2, distributed optimizer, overlap, Gemma 3": Case(GEMMA, 2, OVERLAP),
+    "cp2 all_gather, Gemma 3, selective recompute": Case(
+        GEMMA, 2, (CP, "2", *GATHER), only=SELECTIVE
+    ),
+    "tp2 sp, Gemma 3, Muon": muon(GEMMA, 2, (TP, "2", SP)),
+    "tp2, experts, gpt-oss": Case(GPT_OSS, 2, (TP, "2")),
+    "pp2, experts, gpt-oss": Case(GPT_OSS, 2, (PP, "2"), only=FULL),
+    "cp2, experts, gpt-oss": Case(GPT_OSS, 2, (CP, "2")),
+    "dp2, distributed optimizer, overlap, experts, gpt-oss": Case(GPT_OSS, 2, OVERLAP),
+    "etp2 ep2 dp4, all-gather, distributed optimizer, experts, gpt-oss": Case(
+        GPT_OSS, 4, (ETP, "2", EP, "2", *DISTRIBUTED)
+    ),
+    "etp1 ep2 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts, gpt-oss": Case(
+        GPT_OSS, 4, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *OVERLAP)
+    ),
     "tp2 sp, norms of OLMo 2": Case(OLMO, 2, (TP, "2", SP), only=FULL),
     "tp2 sp, xielu": Case(XIELU, 2, (TP, "2", SP), only=FULL),
     "cp2, experts, capacity by position": Case(
@@ -299,6 +477,40 @@ CAMPAIGN = {
     ),
     "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
     "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
+    "cp2 a2a": Case(GPT2, 2, (CP, "2", *HEADS)),
+    "cp4 a2a, one query group": Case((*MQA,), 4, (CP, "4", *HEADS)),
+    "cp2 tp2 sp a2a, two query groups, norms of queries and keys, full recompute": Case(
+        (*with_flags(LLAMA, "--num-query-groups", "2"), "--qk-layernorm"),
+        4,
+        (CP, "2", TP, "2", SP, *HEADS),
+        only=FULL,
+    ),
+    "cp2 tp2 sp a2a, windows": Case(WINDOWS, 4, (CP, "2", TP, "2", SP, *HEADS)),
+    "cp2 a2a, sinks, caps, selective recompute": Case(SCORES, 2, (CP, "2", *HEADS), only=SELECTIVE),
+    "cp2 pp2 vpp2 a2a, untied, masked documents": Case(
+        UNTIED + DEEP, 4, (CP, "2", PP, "2", CHUNKS, "2", *HEADS)
+    ),
+    "cp2 dp2 a2a, distributed optimizer, overlap": Case(GPT2, 4, (CP, "2", *OVERLAP, *HEADS)),
+    "cp2 tp2 sp a2a, latent attention, masked documents": Case(
+        (*MLA, "--reset-attention-mask", "--reset-position-ids"),
+        4,
+        (CP, "2", TP, "2", SP, *HEADS),
+    ),
+    "cp2 a2a, latent attention, latents again": Case(
+        MLA, 2, (CP, "2", *HEADS), only=(*UP_AGAIN, "core_attn")
+    ),
+    "ep2 cp2 a2a, all-to-all, experts, gpt-oss": Case(GPT_OSS, 2, (EP, "2", *A2A, CP, "2", *HEADS)),
+    "cp2 a2a, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 2, (CP, "2", *HEADS), precision=""),
+    "cp4 a2a+p2p, sinks, caps": Case(SCORES, 4, (CP, "4", *BOTH)),
+    "cp4 a2a+p2p, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4", *BOTH)),
+    "ep2 cp4 a2a+p2p, all-to-all, experts, latent attention": Case(
+        MLA_MOE, 4, (EP, "2", *A2A, CP, "4", *BOTH)
+    ),
+    "cp4, another communication in each layer, windows, masked documents": Case(
+        (*UNTIED, *DEEP, *WINDOW, "--window-attn-skip-freq", "2"),
+        4,
+        (CP, "4", COMM, "p2p", "all_gather", "a2a", "a2a+p2p", *LEVELS),
+    ),
     "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
     "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
         LLAMA, 4, (CP, "2", TP, "2", SP), precision=""

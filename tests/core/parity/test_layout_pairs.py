@@ -3,7 +3,6 @@ that never stopped."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +55,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # name: (ranks, flags)
     "cp2 pp2": (4, (CP, "2", PP, "2")),
     "pp2 vpp2 dp2, distributed optimizer": (4, (*VPP, *DISTRIBUTED)),
 }
-PAIRS = list(itertools.permutations(LAYOUTS, 2))
 QUICK = [("tp2 sp", "pp2 vpp2")]
 NAMES = list(LAYOUTS)
 CAMPAIGN = [(NAMES[n], NAMES[(n + 11) % len(NAMES)]) for n in range(0, len(NAMES), 6)]
@@ -128,10 +126,4 @@ def test_a_pair_of_layouts(before, after, flags, straight, written, tmp_path):
 @pytest.mark.campaign
 @pytest.mark.parametrize(("before", "after"), CAMPAIGN)
 def test_some_pairs_of_layouts(before, after, flags, straight, written, tmp_path):
-    go_on(before, after, flags, straight, written, tmp_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_all_pairs_of_layouts(before, after, flags, straight, written, tmp_path):
     go_on(before, after, flags, straight, written, tmp_path)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.core.parity.differences import largest_difference, weight_difference
 from tests.core.parity.layouts import (
     A2A,
     CP,
@@ -18,7 +17,6 @@ from tests.core.parity.layouts import (
     EXACT,
     INSTANCES,
     LAST,
-    LAYOUTS,
     LLAMA,
     MUON,
     OVERLAP,
@@ -118,51 +116,3 @@ def test_a_killed_run_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_killed_run_of_experts_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed((*EP_MOE, *NEURONS), EXPERTS, name, data, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def one(data, tmp_path_factory):
-    """Run one process with these flags, once: 20 steps."""
-    runs: dict[tuple[str, ...], Finished] = {}
-
-    def run(model: tuple[str, ...]) -> Finished:
-        if model not in runs:
-            folder = tmp_path_factory.mktemp("one")
-            runs[model] = train(folder, [*argv(data, model, 20, "--fp64"), *every_ten(folder)])
-        return runs[model]
-
-    return run
-
-
-def every_ten(folder: Path) -> tuple[str, ...]:
-    """Flags that save every ten steps where `Finished` looks for it."""
-    return ("--save", str(folder / "save"), "--save-interval", "10")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "Muon" in name])
-def test_every_layout_is_one_process_for_twenty_steps_and_over_a_kill(name, data, one, tmp_path):
-    """Killed in step 13, resumed in the layout to the bit, and in one process to 1e-10."""
-    case = LAYOUTS[name]
-    expected = one(case.model)
-    flags = argv(data, case.model, 20, "--fp64")
-
-    def run(into: str, *more: str, world: int = case.world, kill_at: int | None = None) -> Finished:
-        folder = tmp_path / into
-        return train(folder, [*flags, *every_ten(folder), *more], world, kill_at)
-
-    layout = (*case.layout, *case.only)
-    straight = run("straight", *layout)
-    run("killed", *layout, kill_at=13)
-    checkpoint = ("--load", str(tmp_path / "killed/save"))
-    alone = run("alone", *checkpoint, world=1)
-    resumed = run("killed", *layout, *checkpoint)
-    assert resumed.resumes[-1] == alone.resumes[-1] == 10
-    assert resumed.series(*EXACT)[10:] == straight.series(*EXACT)[10:]
-    same_tensors(resumed.tensors(), straight.tensors())
-    for key in ("lm_loss", "grad_norm"):
-        assert largest_difference(straight, expected, key) <= 1e-10
-        for row, other in zip(alone.rows, expected.rows[10:], strict=True):
-            assert row[key] == pytest.approx(other[key], rel=1e-10)
-    assert weight_difference(straight, expected) <= 1e-10
-    assert weight_difference(alone, expected) <= 1e-10

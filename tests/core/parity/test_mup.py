@@ -30,7 +30,7 @@ MUP = (
     *("--mup-embedding-mult", "2", "--adam-eps", "1e-3", "--fp64"),
 )
 UNIT = ("--muon-scale-mode", "unit_rms_norm")
-QUICK = ("tp2 sp", "dp2, distributed optimizer, overlap")
+QUICK = ("tp2 sp",)
 LAYOUTS = {
     "tp2 sp": (LLAMA, 2, (TP, "2", SP)),
     "dp2, distributed optimizer, overlap": ((), 2, OVERLAP),

@@ -28,6 +28,8 @@ from tests.core.parity.layouts import (
     TP,
     UNTIED,
     WHOLE,
+    ZERO2,
+    ZERO3,
     argv,
     saved,
 )
@@ -81,6 +83,10 @@ SHARDED = {
     "whole dp4": (4, (*OVERLAP, *WHOLE)),
     "pp2 dp2": (4, (PP, "2", *OVERLAP)),
     "cp2 dp2": (4, (CP, "2", *DISTRIBUTED)),
+    "zero2 dp2": (2, ZERO2),
+    "zero3 dp4": (4, ZERO3),
+    "zero3 pp2 dp2": (4, (PP, "2", *ZERO3)),
+    "zero3 tp2 instances": (8, (TP, "2", SP, *ZERO3, *INSTANCES)),
 }
 
 
@@ -123,6 +129,13 @@ def stopped(data, tmp_path_factory) -> Callable[[str], Path]:
         ("whole dp2", "dp4"),
         ("pp2 dp2", "dp2"),
         ("pp2 dp2", "cp2 dp2"),
+        ("dp2", "zero3 dp4"),
+        ("zero2 dp2", "zero3 pp2 dp2"),
+        ("zero3 dp4", "one"),
+        ("zero3 dp4", "zero2 dp2"),
+        ("zero3 pp2 dp2", "zero3 dp4"),
+        ("zero3 tp2 instances", "dp2"),
+        ("tp2 dp2", "zero3 tp2 instances"),
     ],
     ids=" to ".join,
 )

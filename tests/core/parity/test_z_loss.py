@@ -37,7 +37,7 @@ def one(data, tmp_path_factory) -> Finished:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.campaign if n == "tp2 sp" else ()) for n in LAYOUTS],
+    [pytest.param(n, marks=() if n == "tp2" else pytest.mark.campaign) for n in LAYOUTS],
 )
 def test_a_layout_gives_the_numbers_of_one_process(name, data, one, tmp_path: Path):
     run = train(tmp_path, argv(data, UNTIED, 4, *FLAGS, *LAYOUTS[name]), 2)

@@ -31,10 +31,14 @@ def config_of(*flags: str) -> Config:
     return config_from(RunConfig, parse_typed(command_line.parser(RunConfig), words))
 
 
-def built(*flags: str, device: str = "cpu") -> Run:
-    """The run of these flags, its model and optimizer made on a device."""
+def built(*flags: str, device: str = "cpu", world: int = 1) -> Run:
+    """The run of these flags, its model and optimizer made on a device; the last rank of `world`,
+    which then is a group already."""
     config = config_of(*flags)
     tokenizer = make_tokenizer(config)
-    plan = make_plan(config, 1, tokenizer.vocab_size)
+    plan = make_plan(config, world, tokenizer.vocab_size)
     runtime = replace(RUNTIME, device=torch.device(device))
+    if world > 1:
+        ctx = ParallelContext(config.parallel, world, world - 1)
+        runtime = Runtime(torch.device(device), ctx, world, world - 1)
     return build_run(config, plan, runtime, Timers(), tokenizer)

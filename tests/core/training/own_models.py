@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megatron.checkpoint import store
+from megatron.checkpoint import reading
 from megatron.config.plan.parameters import ParameterSpec, parameter_table
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -266,7 +266,7 @@ def run(
         run_ranks(world, _rank, folder, name, argv, kill_at, seconds=100.0)
     kept = ("iteration", "lm_loss", "grad_norm")
     rows = [json.loads(row) for row in (folder / "m").read_text().splitlines()]
-    with store.load(folder / "save").reader() as reader:
+    with reading.load(folder / "save").reader() as reader:
         tensors = {name: reader.read(name) for name in reader.names()}
     by_iteration = {row["iteration"]: {key: row.get(key) for key in kept} for row in rows}
     return list(by_iteration.values()), tensors

@@ -49,6 +49,8 @@ def test_a_micro_batch_for_cuda_is_pinned(device):
     calls = []
 
     class Rows:
+        is_cuda = False
+
         def pin_memory(self):
             calls.append("pinned")
             return self
@@ -65,13 +67,6 @@ def test_workers_get_the_data_set_without_pickling_it():
     numbers = [[n, n + 1] for n in range(0, 20, 2)]
     found = list(load_samples(NotPickled(), iter(numbers), 2))
     assert [one.rows[:, 0].tolist() for one in found] == numbers
-
-
-def test_two_workers_on_one_core_are_no_warning(monkeypatch, recwarn):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
-    assert len(list(load_samples(NotPickled(), iter([[1], [2]]), 2))) == 2
-    # torch's; Python 3.12 and later have one of their own about forks
-    assert not [one for one in recwarn.list if one.category is UserWarning]
 
 
 # Reads with two workers, then ends as named.
@@ -132,23 +127,26 @@ def test_each_rule_alone():
     assert make_batch(SAMPLE, BatchRules(EOD, eod_mask_loss=True), CPU).loss_mask.sum() == 4
 
 
-def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_sequence():
+PLAIN = MicroBatch(torch.tensor([[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]]))
+PACKED = MicroBatch(
+    torch.tensor([[[*range(8)], [2, 3, 0, 5, 0, 7, 8, 0], [0, 1, 2, 0, 1, 0, 1, 2], [4] * 8]]), True
+)
+
+
+@pytest.mark.parametrize("sample", [PLAIN, PACKED], ids=["plain", "packed"])
+def test_a_context_parallel_rank_gets_its_chunks_of_what_holds_for_the_whole_sequence(sample):
     """Documents, positions and masks go on over the cut between the ranks; document ids stay
     whole."""
-    rows = [[1, 2, EOD, 3, EOD, EOD, 4, 5, 6], [1, 2, 3, 4, 5, 6, EOD, 8, 9]]
-    sample = MicroBatch(torch.tensor(rows))
     whole = make_batch(sample, BatchRules(EOD, True, True, True), CPU)
     for rank, places in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
         batch = make_batch(sample, BatchRules(EOD, True, True, True, Axis("cp", 2, rank)), CPU)
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            assert torch.equal(getattr(batch, name), getattr(whole, name)[:, places]), name
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "subset_ids"):
+            if getattr(whole, name) is not None:
+                assert torch.equal(getattr(batch, name), getattr(whole, name)[:, places]), name
         assert torch.equal(batch.document_ids, whole.document_ids)
-        plain = make_batch(sample, BatchRules(EOD, cp=Axis("cp", 2, rank)), CPU)
-        assert (
-            plain.position_ids.tolist() == [places]
-            and plain.loss_mask is None
-            and plain.document_ids is None
-        )
+        plain = make_batch(PLAIN, BatchRules(EOD, cp=Axis("cp", 2, rank)), CPU)
+        assert plain.position_ids.tolist() == [places]
+        assert plain.loss_mask is None and plain.document_ids is None
 
 
 def numbers(micro_batch: int, ranks: int, first: int = 1, last: int = 6, skip=()):
@@ -187,15 +185,6 @@ def test_skipped_iterations_consume_their_samples_unread():
 def test_evaluation_goes_on_where_it_was_and_ends():
     sampler = SequentialSampler(10, 2, 1, 2)
     assert list(evaluation_samples(sampler, 4)) == [[6, 7]]
-
-
-def test_workers_read_the_same(tmp_path):
-    data = [Sample(np.full(3, i), hash=i) for i in range(12)]
-    for workers in (0, 2):
-        numbers = iter([[3, 1], [7, 0], [11, 2]])
-        found = list(load_samples(data, numbers, workers))
-        assert [one.rows[:, 0].tolist() for one in found] == [[3, 1], [7, 0], [11, 2]]
-        assert [one.hash for one in found] == [4, 7, 13]
 
 
 def test_a_micro_batch_is_one_tensor_with_all_of_its_samples():

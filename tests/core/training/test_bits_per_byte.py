@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers.build import ByteTokenizer
-from megatron.data.tokenizers.metadata import describe
+from megatron.data.tokenizers.metadata import description
 from megatron.inference.load_model import open_trained_model
+from tests.pairs import PairWriter
 from tests.runs import train
 
 SEQUENCE = 16
@@ -30,12 +30,14 @@ def write_pair(prefix: Path, text: str, **counts: int) -> list[int]:
     """One document of bytes with its end, and the .json that preprocessing writes; its tokens."""
     tokenizer = ByteTokenizer()
     tokens = [*tokenizer.tokenize(text), tokenizer.eod]
-    with IndexedDatasetBuilder(prefix, "uint16") as builder:
+    with PairWriter(prefix, "uint16") as builder:
         builder.add_document(tokens, [len(tokens)])
     said = (
         {"tokens": len(tokens), "text_bytes": len(text.encode("utf-8"))} if not counts else counts
     )
-    Path(f"{prefix}.json").write_text(describe(tokenizer.identity(), tokenizer.vocab_size, said))
+    Path(f"{prefix}.json").write_text(
+        json.dumps(description(tokenizer.identity(), tokenizer.vocab_size, said))
+    )
     return tokens
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from megatron.config.plan.plan import bytes_per_rank, make_plan
-from megatron.data import index_helpers
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers
@@ -21,13 +18,11 @@ from megatron.training.build import (
     make_tokenizer,
     plan_run,
 )
-from megatron.training.build_data import build_data
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Run
-from tests.core.data.vocabularies import write_sentencepiece, write_tiktoken
+from tests.core.data.vocabularies import write_sentencepiece
 from tests.core.training.built_runs import RUNTIME, built, config_of
 from tests.forkrun import run_ranks
-from tests.runs import write_text
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -246,28 +241,6 @@ def test_stages_hold_what_the_plan_says():
     assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "2"}
 
 
-def lines_of_a_rank(rank: int, world: int) -> str:
-    config = config_of("--pipeline-model-parallel-size", "2")
-    runtime = Runtime(
-        torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank
-    )
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        build_model(config, make_plan(config, world, 211), runtime)
-    return text.getvalue()
-
-
-def test_every_stage_tells_its_parameters():
-    first, last = run_ranks(2, lines_of_a_rank)
-    layer = 4 * 32 + 3 * 32 * 33 + 32 * 33 + 128 * 33 + 32 * 129
-    embedding = 216 * 32
-    positions = 32 * 32
-    norm = 2 * 32
-    line = " > number of parameters on (tensor, pipeline) model parallel rank (0, {}): {}\n"
-    assert first.endswith(line.format(0, embedding + positions + layer))
-    assert last == line.format(1, embedding + layer + norm)
-
-
 def test_a_model_with_fewer_layers_than_asked_for_is_noticed():
     config = config_of()
     plan = make_plan(config, 1, 211)
@@ -300,33 +273,6 @@ def test_decoupled_learning_rate():
             rates = by_name(run, "lr")
             assert [rates.pop(EMBEDDING), rates.pop(OUTPUT)] == pytest.approx([own, own])
             assert list(rates.values()) == pytest.approx([others] * len(rates)) and len(rates) > 10
-
-
-def test_the_decoupled_rate_moves_the_embedding_alone():
-    """One update with gradients of one: Adam's first step is the learning rate itself."""
-    run = built(
-        "--lr",
-        "0.01",
-        "--decoupled-lr",
-        "0.0625",
-        "--weight-decay",
-        "0",
-        "--clip-grad",
-        "0",
-        "--lr-decay-style",
-        "constant",
-        "--lr-warmup-iters",
-        "0",
-    )
-    before = {p.sharding.name: p.detach().clone() for p in run.model.parameters()}
-    for p in run.model.parameters():
-        p.main_grad.fill_(1.0)
-    run.optimizer.step()
-    for p in run.model.parameters():
-        rate = 0.0625 if p.sharding.name == EMBEDDING else 0.01
-        torch.testing.assert_close(
-            before[p.sharding.name] - p.detach(), torch.full_like(p, rate), rtol=1e-3, atol=1e-6
-        )
 
 
 def test_weight_decay_of_query_and_key_norms():
@@ -364,68 +310,3 @@ def test_extra_ids_make_a_larger_vocabulary(tmp_path: Path):
     plain = vocabulary(*flags)
     more = vocabulary(*flags, "--vocab-extra-ids", "20")
     assert more[0] - plain[0] == 20 and more[1] - plain[1] in (16, 24)
-
-
-def test_tiktoken_flags_reach_the_tokenizer(tmp_path: Path):
-    pytest.importorskip("tiktoken")
-    path = write_tiktoken(tmp_path / "v.json", [b"ab", b"cd", b"aB"])
-    flags = [
-        "--tokenizer-type",
-        "TikTokenizer",
-        "--tokenizer-model",
-        path,
-        "--vocab-size",
-        "267",
-        "--tiktoken-num-special-tokens",
-        "8",
-    ]
-    plain = make_tokenizer(config_of(*flags))
-    assert plain.tokenize("a") == [ord("a") + 8] and vocabulary(*flags)[0] == 267
-    moved = make_tokenizer(config_of(*flags, "--tiktoken-num-special-tokens", "9"))
-    assert moved.tokenize("a") == [ord("a") + 9]
-    whole = make_tokenizer(config_of(*flags, "--tiktoken-pattern", "v1"))
-    assert (plain.tokenize("aB"), whole.tokenize("aB")) == ([105, 74], [266])
-    names = ["</s>", "<unk>", "<s>", "<mask>", "<pad>", "<cls>", "<sep>"]
-    assert (
-        make_tokenizer(config_of(*flags, "--tiktoken-special-tokens", *names)).eod == 0 != plain.eod
-    )
-
-
-def test_slow_index_helpers_are_said_where_they_are_used(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(index_helpers, "IMPLEMENTATION", "numpy")
-    monkeypatch.setattr(index_helpers, "REASON", "the C++ was taken away")
-    text = write_text(tmp_path / "text", 200)
-
-    def said(*more: str) -> int:
-        config = config_of(*more)
-        if "--data-path" in more:
-            config = replace(config, data=replace(config.data, mock_data=False))
-        tokenizer = make_tokenizer(config)
-        build_data(config, make_plan(config, 1, tokenizer.vocab_size), RUNTIME, tokenizer)
-        return capsys.readouterr().out.count(
-            " > index helpers: numpy, because the C++ was taken away\n"
-        )
-
-    data = ["--data-path", text, "--split", "80,10,10"]
-    assert (said(*data), said()) == (1, 0)
-    monkeypatch.setattr(index_helpers, "REASON", "")
-    assert said(*data) == 0
-
-
-def test_bf16_gradients_and_moments_take_half_the_bytes():
-    """The plan's bytes (which the tests above compare with a built run) per parameter."""
-
-    def per_parameter(*flags: str) -> dict[str, float]:
-        config = config_of("--bf16", *flags)
-        plan = make_plan(config, 1, 211)
-        return {
-            kind: size / plan.num_parameters for kind, size in bytes_per_rank(config, plan).items()
-        }
-
-    wide = {"weights": 2, "gradients": 4, "main weights": 4, "optimizer moments": 8}
-    wide |= {"FP8 scales": 0}
-    assert per_parameter() == wide
-    assert per_parameter("--grad-reduce-in-bf16") == wide | {"gradients": 2}
-    assert per_parameter(*PRECISION_AWARE[1:]) == wide | {"gradients": 2, "optimizer moments": 4}
-    one = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "fp16")
-    assert per_parameter(*one) == wide | {"optimizer moments": 6}

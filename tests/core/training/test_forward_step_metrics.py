@@ -92,7 +92,7 @@ def test_means_over_the_global_batch(alone):
     [
         pytest.param((TP, "2"), 2, id="tp 2", marks=pytest.mark.campaign),
         pytest.param((PP, "2"), 2, id="pp 2"),
-        pytest.param((CP, "2"), 2, id="cp 2"),
+        pytest.param((CP, "2"), 2, id="cp 2", marks=pytest.mark.campaign),
         pytest.param(DISTRIBUTED, 2, id="distributed optimizer", marks=pytest.mark.campaign),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import re
@@ -13,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import store
+from megatron.checkpoint import reading
 from megatron.config import run_directory
 from megatron.training import loop
-from tests.problems import numbers
 from tests.runs import (
     EXACT,
     NO_DROPOUT,
@@ -78,23 +78,59 @@ def evaluated(done: Finished) -> list[tuple[str, int]]:
     return [(name, iteration) for name, iteration, _ in done.evaluations]
 
 
-def test_exit_interval(text, tmp_path):
-    """It saves, says so, does not evaluate as at the end, and goes on from there."""
-    first = run(text, tmp_path / "run", 9, "--exit-interval", "4", "--save-interval", "3")
-    assert [row["iteration"] for row in first.rows] == [1, 2, 3, 4]
-    assert first.evaluations == [] and numbers(first.ending) == [4]
-    assert run_directory.iterations(first.save) == [3, 4]
-    second = run(text, tmp_path / "run", 9, "--exit-interval", "4", "--save-interval", "3")
-    assert numbers(second.ending) == [8]
-    assert run_directory.iterations(first.save) == [3, 4, 6, 8]
+ENDS = {
+    # flags after --eval-iters 2: iterations, those saved, evaluations
+    "an exit, which does not evaluate": (
+        "--train-iters 9 --exit-interval 4 --save-interval 3",
+        4,
+        [3, 4],
+        [],
+    ),
+    "one save for three reasons": (
+        "--train-iters 4 --exit-interval 4 --save-interval 2 --eval-interval 3",
+        4,
+        [2, 4],
+        [("validation", 3)],
+    ),
+    "one save for two reasons": (
+        "--train-iters 4 --save-interval 4",
+        4,
+        [4],
+        [("validation", 4), ("test", 4)],
+    ),
+    "validation at its interval, and once at the end": (
+        "--train-iters 5 --eval-interval 2",
+        5,
+        [5],
+        [("validation", 2), ("validation", 4), ("validation", 5), ("test", 5)],
+    ),
+    "no validation before an iteration": (
+        "--train-iters 6 --eval-interval 2 --start-eval-at-iter 3",
+        6,
+        [6],
+        [("validation", 4), ("validation", 6), ("test", 6)],
+    ),
+    "no evaluation": ("--train-iters 4 --eval-iters 0 --eval-interval 1", 4, [4], []),
+    "nothing to evaluate on": ("--train-iters 4 --split 100,0,0 --eval-interval 1", 4, [4], []),
+}
 
 
-def test_a_checkpoint_is_written_once(text, tmp_path):
-    """Exit, interval and end of the run on one iteration make one save."""
-    done = run(text, tmp_path / "run", 4, "--exit-interval", "4", "--save-interval", "2")
-    assert done.saved == [2, 4]
-    ended = run(text, tmp_path / "other", 4, "--save-interval", "4")
-    assert ended.saved == [4]
+@pytest.mark.parametrize("case", ENDS)
+def test_what_a_run_saves_and_evaluates(text, tmp_path, case):
+    flags, last, saved, evaluations = ENDS[case]
+    words = with_flags(argv(text, tmp_path / "run", 9), "--eval-iters", "2", *flags.split())
+    done = train(tmp_path / "run", words)
+    assert [row["iteration"] for row in done.rows] == list(range(1, last + 1))
+    assert done.saved == saved == run_directory.iterations(done.save)
+    assert evaluated(done) == evaluations
+    interval = int(dict(itertools.pairwise(words)).get("--eval-interval", 1000))
+    before_save = [at for name, at in evaluations if name == "validation" and at % interval == 0]
+    consumed = reading.load(done.save).state.consumed_valid_samples
+    assert consumed == 16 * len(before_save)
+    planned = re.search(r"^ validation .* (\d+) samples", done.first_rank_log, re.M)
+    assert (planned is None) == ("no" == case[:2] and not evaluations)
+    if "before" in case:
+        assert int(planned[1]) == 48  # for the validations that come
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -110,7 +146,7 @@ def test_exit_duration(text, tmp_path, world):
     assert [row["iteration"] for row in done.rows] == list(range(1, 2 if world == 1 else 4))
     minutes = re.fullmatch(r"stopped after (\S+) minutes", done.ending)
     assert 0.0 <= float(minutes[1]) < (5.0 if world == 1 else 1005.0)  # as the late rank counts
-    assert store.latest(done.save) == len(done.rows)
+    assert reading.latest(done.save) == len(done.rows)
 
 
 def test_exit_during_evaluation(text, tmp_path):
@@ -128,29 +164,11 @@ def test_exit_during_evaluation(text, tmp_path):
     )
     assert "Exiting during evaluation, timelimit reached\n" in first.log
     assert first.evaluations == [] and first.ending.startswith("stopped after ")
-    assert store.latest(first.save) == 3
+    assert reading.latest(first.save) == 3
     resumed = run(text, tmp_path / "run", 9, *flags)
     straight = run(text, tmp_path / "straight", 9, *flags)
     assert resumed.series(*EXACT) == straight.series(*EXACT)
-    assert resumed.evaluations == straight.evaluations[1:] and len(straight.evaluations) == 5
-
-
-def test_end_of_a_run(text, tmp_path):
-    """Validation at its interval and at the end, then the test set."""
-    done = run(
-        text,
-        tmp_path / "run",
-        5,
-        "--eval-interval",
-        "2",
-        "--eval-iters",
-        "2",
-        "--save-interval",
-        "100",
-    )
-    at = [("validation", 2), ("validation", 4), ("validation", 5), ("test", 5)]
-    assert evaluated(done) == at
-    assert store.load(done.save).state.consumed_valid_samples == 2 * 16
+    assert resumed.evaluations == straight.evaluations[1:] and len(straight.evaluations) == 4
 
 
 def test_a_batch_of_its_own_for_evaluation(text, tmp_path):
@@ -166,25 +184,7 @@ def test_a_batch_of_its_own_for_evaluation(text, tmp_path):
         assert evaluated(done) == evaluated(whole)
         for (*_, small_loss), (*_, loss) in zip(done.evaluations, whole.evaluations, strict=True):
             assert small_loss == pytest.approx(loss, rel=1e-12)
-        assert store.load(done.save).state.consumed_valid_samples == 32
-
-
-def test_no_validation_before_an_iteration(text, tmp_path):
-    """--start-eval-at-iter: validations at multiples of the interval from there on; the data set
-    has samples for those alone."""
-    flags = ["--eval-interval", "2", "--start-eval-at-iter", "3", "--save-interval", "100"]
-    done = run(text, tmp_path / "run", 6, *flags)
-    at = [("validation", 4), ("validation", 6), ("validation", 6), ("test", 6)]
-    assert evaluated(done) == at
-    assert re.search(r"^ validation .* 24 samples", done.first_rank_log, re.M)
-
-
-def test_without_evaluation(text, tmp_path):
-    """--eval-iters 0, and also a split that has nothing for it."""
-    done = run(text, tmp_path / "run", 4, "--eval-iters", "0", "--eval-interval", "1")
-    assert done.evaluations == [] and not re.search("^ validation ", done.log, re.M)
-    done = run(text, tmp_path / "other", 4, "--split", "100,0,0", "--eval-interval", "1")
-    assert done.evaluations == [] and len(done.rows) == 4
+        assert reading.load(done.save).state.consumed_valid_samples == 32
 
 
 def test_skip_train(text, tmp_path):
@@ -250,23 +250,6 @@ def test_a_growing_batch_in_a_run_of_iterations(text, tmp_path, flags):
     assert run(text, tmp_path / "c", 6, *more, *flags).series(*EXACT) == grows.series(*EXACT)
 
 
-def test_the_weights_at_an_end_of_wsds_are_those_of_wsd(text, tmp_path):
-    """A stop in a decay changes nothing; after the decay the stable rate again."""
-    anneal = ["--lr-wsd-decay-iters", "2", "--min-lr", "1e-4", "--save-interval", "4"]
-    wsds = ["--lr-decay-style", "WSD-S", "--lr-wsd-decay-end-iters", "4", *anneal]
-    wsd = ["--lr-decay-style", "WSD", "--lr-decay-iters", "4", *anneal]
-    straight = run(text, tmp_path / "a", 8, *wsds, "--lr-warmup-iters", "1")
-    alone = run(text, tmp_path / "b", 8, *wsd, "--lr-warmup-iters", "1", "--exit-interval", "4")
-    same_tensors(straight.tensors(4), alone.tensors(4))
-    rates = [row["learning_rate"] for row in straight.rows]  # each of the next update
-    assert {*rates[:2], *rates[3:6]} == {0.003} and rates[2] == rates[6] < 0.003
-    assert rates[7] == 1e-4
-    run(text, tmp_path / "c", 8, *wsds, "--lr-warmup-iters", "1", "--exit-interval", "3")
-    resumed = run(text, tmp_path / "c", 8, *wsds, "--lr-warmup-iters", "1")
-    assert resumed.resumes == [3] and resumed.series(*EXACT) == straight.series(*EXACT)
-    same_tensors(resumed.tensors(), straight.tensors())
-
-
 def test_power_with_a_growing_batch_counts_the_tokens_trained_on(text, tmp_path):
     """B stays the full batch; a run that is stopped while the batch grows goes on alike."""
     more = "--rampup-batch-size 2 2 12 --train-samples 46 --micro-batch-size 2 --lr 0.01 "
@@ -320,12 +303,12 @@ def count_collections(folder: str) -> None:
     "extra, count",
     [
         ([], 0),
-        (["--manual-gc", "--manual-gc-interval", "2"], 6),
+        (["--manual-gc", "--manual-gc-interval", "2"], 5),
         (["--manual-gc", "--no-manual-gc-eval"], 0),
     ],
 )
 def test_manual_gc(text, tmp_path, extra, count):
-    """Collections at the interval and around the 3 evaluations, and no automatic ones."""
+    """Collections at the interval and around the 2 evaluations, and no automatic ones."""
     hook = functools.partial(count_collections, str(tmp_path))
     run(text, tmp_path / "run", 6, "--eval-interval", "3", "--split", "80,20,0", *extra, hook=hook)
     found = (tmp_path / "collections").read_text().split() if count else []

@@ -71,39 +71,14 @@ def test_layouts_agree(flags, data, tmp_path):
         assert tensor.dtype == (narrow if moment or not wide else torch.float32), name
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel", *SHARDED],
-        ["--pipeline-model-parallel-size", "2", *SHARDED],
-        ["--context-parallel-size", "2", *OVERLAP],
-        [*OVERLAP, "--num-distributed-optimizer-instances", "2"],
-        [*OVERLAP, "--zero-partition", "whole-params"],
-    ],
-    ids=" ".join,
-)
-def test_more_layouts_agree_within_bf16(layout, data, tmp_path):
-    flags = [*BF16, "--micro-batch-size", "1"]
-    one = run(tmp_path / "one", data, 1, *flags)
-    many = run(tmp_path / "many", data, 4, *flags, *layout)
-    again = run(tmp_path / "again", data, 4, *flags, *layout)
-    assert many.series(*EXACT) == again.series(*EXACT)
-    assert max(differences(many, one)) < 5e-3
-
-
+@pytest.mark.campaign  # make test: tests/core/parity/test_shards.py
 @pytest.mark.parametrize(
     ("flags", "first", "second"),
     [
         (BF16, OVERLAP, OVERLAP),
-        *(
-            pytest.param(flags, *layouts, marks=pytest.mark.campaign)
-            for flags, *layouts in (
-                (FP16, OVERLAP, OVERLAP),
-                ([*BF16, *UNCLIPPED], [], OVERLAP),
-                ([*BF16, *UNCLIPPED], OVERLAP, []),
-            )
-        ),
+        (FP16, OVERLAP, OVERLAP),
+        ([*BF16, *UNCLIPPED], [], OVERLAP),
+        ([*BF16, *UNCLIPPED], OVERLAP, []),
     ],
 )
 def test_a_resume_is_exact_with_and_without_the_distributed_optimizer(
@@ -115,37 +90,6 @@ def test_a_resume_is_exact_with_and_without_the_distributed_optimizer(
     resumed = run(tmp_path / "parts", data, 2, *flags, *second, *load)
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
-
-
-@pytest.mark.parametrize("flags", [BF16, pytest.param(FP16, marks=pytest.mark.campaign)])
-def test_another_number_of_ranks_takes_the_same_state(flags, data, tmp_path):
-    """Saved by two ranks with shards: one process trains on within rounding, and with a learning
-    rate of 0 saves the same weights."""
-    two = run(tmp_path / "two", data, 2, *flags, *OVERLAP)
-    run(tmp_path / "part", data, 2, *flags, *OVERLAP, "--exit-interval", "4")
-    load = ["--load", str(tmp_path / "part/save")]
-    one = run(tmp_path / "one", data, 1, *flags, *load)
-    assert steps(one) == [5, 6, 7, 8]
-    for (loss,), (expected,) in zip(one.series("lm_loss"), two.series("lm_loss")[4:], strict=True):
-        assert loss == pytest.approx(expected, rel=2e-3)
-    load = ["--load", str(tmp_path / "two/save")]
-    kept = run(
-        tmp_path / "kept",
-        data,
-        1,
-        *flags,
-        *load,
-        "--train-iters",
-        "9",
-        "--lr",
-        "0",
-        "--override-opt_param-scheduler",
-        "--min-lr",
-        "0",
-    )
-    assert steps(kept) == [9]
-    weights = {name: t for name, t in kept.tensors().items() if ".exp_avg" not in name}
-    same_tensors(weights, {name: t for name, t in two.tensors().items() if name in weights})
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.campaign)])

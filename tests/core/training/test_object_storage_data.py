@@ -4,7 +4,6 @@ warm-up, and the same from where a killed run stopped."""
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import numpy as np
 import pytest
 
 from megatron.data.object_storage import block_cache, mirror
-from tests import problems
 from tests.core.checkpoint.s3_server import serving
 from tests.core.data.corpora import write_corpus
 from tests.core.data.object_storage.s3_proxy import CUT, FAIL, HANG, SHORT, Proxy, proxy
 from tests.forkrun import RanksFailed
-from tests.runs import SMALL, Finished, allow_workers, train, with_flags
+from tests.runs import SMALL, allow_workers, train, with_flags
 
 BLOCK = 16 << 10
 ITERATIONS = 30
@@ -120,37 +118,6 @@ def test_answers_that_fail_are_asked_for_again(
 
 
 @pytest.mark.campaign
-def test_data_that_are_replaced_during_a_run(
-    bucket: tuple[str, Proxy], corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By others of the same size: what is trained on until the error are the old ones."""
-    url, server = bucket
-    files = fsspec.core.url_to_fs(url)[0]
-    files.copy(f"{url}.idx", f"{url}-x.idx")
-    content = Path(f"{corpus}.bin").read_bytes()
-    files.pipe_file(f"{url}-x.bin", content)
-    other = content[::-1]
-    disk = train(tmp_path / "disk", [*FLAGS, "--data-path", corpus], hook=allow_workers)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    replaced = threading.Event()
-
-    def replace(_: int) -> None:
-        if not replaced.is_set() and metrics.exists() and metrics.read_text().count("\n") > 2:
-            replaced.set()
-            files.pipe_file(f"{url}-x.bin", other)
-
-    monkeypatch.setattr(server, "spoil", replace)
-    flags = [*FLAGS, *from_store(f"{url}-x", tmp_path, 120, 2)]
-    with pytest.raises(RanksFailed) as failed:
-        train(tmp_path / "run", flags, hook=small_blocks)
-    text = str(failed.value)
-    assert "[object-store-changed]" in text and "s3://bucket/data/c-x.bin" in text
-    run = Finished(tmp_path / "run", 1)
-    assert 2 < len(run.rows) < ITERATIONS
-    assert run.series("lm_loss") == disk.series("lm_loss")[: len(run.rows)]
-
-
-@pytest.mark.campaign
 def test_a_killed_run_goes_on_with_what_it_fetched(
     bucket: tuple[str, Proxy], corpus: str, tmp_path: Path
 ) -> None:
@@ -168,19 +135,3 @@ def test_a_killed_run_goes_on_with_what_it_fetched(
     assert run.resumes == [8] and run.series("lm_loss") == disk.series("lm_loss")
     assert filled(tmp_path) <= 120 * (BLOCK + block_cache.PAGE)
     assert server.ranges - before < 80
-
-
-@pytest.mark.campaign
-def test_what_is_wrong_in_the_bucket_is_named_by_its_url(
-    bucket: tuple[str, Proxy], corpus: str, tmp_path: Path
-) -> None:
-    url = bucket[0].replace("/data/", "/damaged/")
-    files, path = fsspec.core.url_to_fs(url)
-    files.pipe_file(f"{path}.bin", Path(f"{corpus}.bin").read_bytes())
-    files.pipe_file(f"{path}.idx", Path(f"{corpus}.idx").read_bytes()[:-8])
-    with pytest.raises(RanksFailed) as failed:
-        train(tmp_path, [*FLAGS, *from_store(url, tmp_path, 120, 0)], hook=small_blocks)
-    problems.assert_reported(
-        str(failed.value), "data-file-damaged", f"{url}.idx", "--object-storage-cache-path"
-    )
-    assert "/files/" not in str(failed.value).partition("[data-file-damaged]")[0]

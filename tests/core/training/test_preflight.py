@@ -15,9 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.config import command_line
+from megatron.config import command_line, saved_flags
 from megatron.config.data import DataConfig
-from megatron.config.plan import report
 from megatron.data.indexed_dataset import idx_path
 from megatron.features.registry import RunConfig
 from megatron.training import preflight
@@ -124,11 +123,26 @@ def test_flags_against_a_checkpoint(folder, capsys, extra, said):
     assert codes_of(lines) == said
 
 
-@pytest.mark.parametrize("flag, value", [("hidden_size", "64"), ("num_attention_heads", "2")])
-def test_only_what_was_typed_is_named(folder, capsys, flag, value):
-    """Not the size of a head, nor the scale of attention, which follow from it."""
-    [line] = refused(capsys, resumed(folder, f"--{flag.replace('_', '-')}", value))
-    assert re.findall(r"(\w+) value from checkpoint", line) == [flag]
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        # Megatron's own sentence, to the letter
+        (
+            "--num-layers 3",
+            "num_layers value from checkpoint (2) is not equal to the input argument value (3).",
+        ),
+        ("--normalization RMSNorm", "normalization value from checkpoint (LayerNorm)"),
+        ("--no-bias-gelu-fusion", "value from checkpoint (gelu (tanh))"),
+        ("--position-embedding-type rope", "value from checkpoint (learned_absolute)"),
+        # not the size of a head, nor the scale of attention, which follow from it
+        ("--hidden-size 64", "hidden_size value from checkpoint"),
+        ("--num-attention-heads 2", "num_attention_heads value from checkpoint"),
+    ],
+)
+def test_what_was_typed_and_only_that_is_named(folder, capsys, flags, named):
+    [line] = refused(capsys, resumed(folder, *flags.split()))
+    assert named in line and len(re.findall(r"\w+ value from checkpoint", line)) == 1
+    assert codes_of([line]) == ["flag-contradicts-checkpoint"]
 
 
 def test_a_tokenizer_is_named_by_its_files():
@@ -148,14 +162,14 @@ def test_a_tokenizer_is_named_by_its_files():
 def test_what_had_no_effect_in_the_run_of_the_checkpoint_is_no_difference(
     folder, capsys, monkeypatch
 ):
-    read = preflight.saved_flags.read
+    read = saved_flags.read
 
     def of_version_0_1_0(*words):
         saved = read(*words)
         model = replace(saved.config.model, rotary_base=500)
         return replace(saved, config=replace(saved.config, model=model))
 
-    monkeypatch.setattr(preflight.saved_flags, "read", of_version_0_1_0)
+    monkeypatch.setattr(saved_flags, "read", of_version_0_1_0)
     assert refused(capsys, resumed(folder)) == []
 
 
@@ -233,41 +247,23 @@ def test_a_dry_run_ends_with_what_is_not_on_this_machine(folder, tmp_path, capsy
     assert "exit code" not in last_line("--data-path", str(folder / "a"))
 
 
-def test_a_dry_run_shows_it(folder, capsys):
-    """The whole plan first, then what a run would be refused for; without data there is nothing to
-    say."""
-    words = [
-        *BASE,
-        "--data-path",
-        str(folder / "a"),
-        str(folder / "b"),
-        "--train-iters",
-        "400",
-        "--dry-run",
-    ]
-    line = command_line.read(words, {}, tree=RunConfig)
-    plan = report.print_plan(line)
-    with pytest.raises(SystemExit) as leave:
-        preflight.check_dry(line, plan)
-    assert leave.value.code == 2 and "[data-exhausted]" in capsys.readouterr().err
-    line = command_line.read(
-        with_flags(words, "--data-path", "/nowhere/a", "/nowhere/b"), {}, tree=RunConfig
-    )
-    preflight.check_dry(line, plan)
-
-
 @pytest.mark.parametrize(
     ("data", "other", "differs"),
     [
-        ("--data-path a", "--seed 1235", True),
         ("--data-path a", "--train-iters 400", True),  # read more often
-        ("--data-path 1 a 2 b", "--data-path 2 a 1 b", True),
-        ("--data-path a b", "--data-path b a", True),
         ("--data-path 1 a 2 b --data-order epoch", "--data-path 1 a 3 b", True),
         ("--data-path a --data-order epoch", "--train-iters 400", False),
-        ("--data-path a --dataloader-type cyclic", "--micro-batch-size 1", True),
         ("--train-data-path a --packed-samples", "--min-sample-length 9", True),
-        ("--mock-data", "--seed 1235", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.campaign)
+            for case in (
+                ("--data-path a", "--seed 1235", True),
+                ("--data-path 1 a 2 b", "--data-path 2 a 1 b", True),
+                ("--data-path a b", "--data-path b a", True),
+                ("--data-path a --dataloader-type cyclic", "--micro-batch-size 1", True),
+                ("--mock-data", "--seed 1235", True),
+            )
+        ),
     ],
 )
 def test_a_dry_run_compares_the_order_of_a_resumes_data_as_the_run_does(

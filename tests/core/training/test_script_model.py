@@ -27,7 +27,7 @@ from tests.core.training.own_models import (
 )
 from tests.forkrun import RanksFailed
 from tests.problems import raises
-from tests.runs import same_tensors, with_flags
+from tests.runs import same_tensors
 
 
 class Whole(nn.Module):
@@ -127,30 +127,12 @@ def test_a_module_of_our_parallel_layers_trains_as_in_a_plain_loop(tmp_path, lay
         torch.testing.assert_close(tensors[name], values, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("name, layout", [("nano", "sharded"), ("split", "tensor")])
-def test_a_model_in_bf16(tmp_path, name, layout):
-    """Losses near those of fp64; a run that was killed goes on bit for bit."""
-    world, flags = LAYOUTS[layout]
-    flags = [*flags, "--bf16", "--save-interval", "2"]
-    rows, tensors = run(tmp_path / "whole", name, *flags, world=world)
-    steps, _ = by_plain_torch(Whole if name == "split" else without_dropout)
-    for row, (loss, norm) in zip(rows, steps, strict=True):
-        assert row["lm_loss"] == pytest.approx(loss, rel=1e-2)
-        assert row["grad_norm"] == pytest.approx(norm, rel=3e-2)
-    run(tmp_path / "two", name, *flags, world=world, kill_at=4)
-    again, after = run(tmp_path / "two", name, *flags, world=world)
-    assert again == rows
-    same_tensors(tensors, after)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
-        "one",
         "sharded",
         "sequence",
-        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("tensor", "context")),
+        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("one", "tensor", "context")),
     ],
 )
 def test_a_layer_of_plain_torch_in_our_gpt_trains_as_ours(tmp_path, layout):
@@ -179,7 +161,7 @@ def test_our_gpt_as_it_is_changes_nothing(tmp_path, layout):
     assert open_trained_model(tmp_path / "own" / "save").iteration == ITERATIONS
 
 
-@pytest.mark.parametrize("layout", ["one", "sharded"])
+@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.campaign), "sharded"])
 def test_a_killed_run_resumes_bit_for_bit_with_its_dropout(tmp_path, layout):
     world, flags = LAYOUTS[layout]
     flags = [*flags, "--save-interval", "2"]
@@ -190,19 +172,6 @@ def test_a_killed_run_resumes_bit_for_bit_with_its_dropout(tmp_path, layout):
     same_tensors(tensors, again)
     plain, _ = run(tmp_path / "plain", "nano", *flags, world=world)
     assert plain[0]["lm_loss"] != rows[0]["lm_loss"]
-
-
-def test_evaluations_are_without_dropout(tmp_path):
-    class Step:
-        training: list[bool] = []
-
-    def step(data_iterator, model):
-        Step.training.append(model.training)
-        return own_step(data_iterator, model)
-
-    flags = "--train-iters 2 --eval-interval 1 --eval-iters 1 --mock-data".split()
-    pretrain(None, Nano, ModelType.encoder_or_decoder, step, argv=with_flags(FLAGS, *flags))
-    assert Step.training == 2 * [*4 * [True], *4 * [False]] + 8 * [False]
 
 
 REFUSED = {

@@ -103,15 +103,6 @@ def test_evaluation_drops_what_exceeds_the_capacity_of_experts():
     assert abs(sum(alone) / 4 - got["lm loss"]) > 1e-5
 
 
-def test_constant_loss_scale_changes_nothing():
-    """A power of two scales exactly."""
-    plain = train_step(make_run(), plot().forward_step, micro_batches(samples(), 2), 1)
-    scaled = train_step(
-        make_run(loss_scale=1024.0), plot().forward_step, micro_batches(samples(), 2), 1
-    )
-    assert (plain.loss, plain.grad_norm) == (scaled.loss, scaled.grad_norm)
-
-
 def broken(batch, model):
     output = plot().forward_step(batch, model)
     return (output[0] * float("nan"), output[1]) if model.output_layer is not None else output
@@ -129,19 +120,6 @@ def test_nan_under_dynamic_scaling_is_an_overflow_not_an_error():
     run = make_run(fp64=False, fp16=True)
     outcome = train_step(run, broken, micro_batches(samples(), 2), 1)
     assert outcome.skipped == "overflow" and math.isnan(outcome.loss) and outcome.grad_norm is None
-
-
-def test_nan_can_be_allowed():
-    run = make_run(check_for_nan_in_loss_and_grad=False)
-    assert math.isnan(train_step(run, broken, micro_batches(samples(), 2), 1).loss)
-
-
-def test_requests_travel_with_the_loss():
-    asked = Requests(1, 0, 3, 0, 5)
-    outcome = train_step(
-        make_run(), plot().forward_step, micro_batches(samples(), 2), 1, requests=lambda: asked
-    )
-    assert outcome.requests == asked
 
 
 def step_of_rank(rank: int, world: int, changes: dict) -> tuple[float, float, float, Requests]:

@@ -13,7 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import block_attention
-from megatron.model.layer import TransformerLayer
+from megatron.parallel.random import DropoutSeeds
+from megatron.training.batch import MicroBatch
+from megatron.training.logging.subset_metrics import SubsetMetrics
 from megatron.training.step import train_step
 from tests.core.training.tiny_run import EOD, make_run, micro_batches
 from tests.live_memory import LiveMemory
@@ -44,14 +46,13 @@ class HostReads(TorchDispatchMode):
         self.found = []
         self.on = False
         self.seeds = []
-        make = TransformerLayer.dropout_seeds
+        make = DropoutSeeds.tensor
 
-        def noted(layer, of_batch):
-            seeds = make(layer, of_batch)
-            self.seeds += seeds.values()
-            return seeds
+        def noted(*args):
+            self.seeds.append(make(*args))
+            return self.seeds[-1]
 
-        monkeypatch.setattr(TransformerLayer, "dropout_seeds", noted)
+        monkeypatch.setattr(DropoutSeeds, "tensor", noted)
         for name in METHODS:
             monkeypatch.setattr(
                 torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name))
@@ -104,6 +105,7 @@ class HostReads(TorchDispatchMode):
 def reads(monkeypatch, forward_step=None, **flags) -> list[tuple[str, str]]:
     """Those of a step of `flags`."""
     veto = flags.pop("veto", None)
+    subsets = flags.pop("subsets", False)
     run = make_run(**{"fp64": False, "seq_length": 16, "max_position_embeddings": 16, **flags})
     run.before_update += [veto] if veto else []
     samples = torch.randint(
@@ -112,8 +114,13 @@ def reads(monkeypatch, forward_step=None, **flags) -> list[tuple[str, str]]:
         (run.config.training.global_batch_size, 17),
         generator=torch.Generator().manual_seed(0),
     )
+    batches = micro_batches(samples, 2)
+    if subsets:
+        run.counters.append(SubsetMetrics(["a"], run.runtime.ctx, accuracy=True, packed=False))
+        of_subset = torch.cat((samples, torch.zeros_like(samples[:, :1])), 1)
+        batches = iter([MicroBatch(rows, subset=True) for rows in of_subset.split(2)])
     with HostReads(monkeypatch) as host:
-        outcome = train_step(run, forward_step or plot().forward_step, micro_batches(samples, 2), 1)
+        outcome = train_step(run, forward_step or plot().forward_step, batches, 1)
     assert outcome.loss > 0
     return host.found
 
@@ -142,6 +149,7 @@ STEPS = {
     "fp8, tensorwise": (dict(fp8="hybrid", fp8_recipe="tensorwise"), TWO),
     "fp8, delayed": (dict(fp8="hybrid"), TWO),
     "no clipping": (dict(clip_grad=0.0), TWO[:1]),
+    "metrics of subsets": (dict(subsets=True), TWO),
 }
 
 
@@ -187,13 +195,15 @@ def test_shapes_do_not_depend_on_the_tokens(monkeypatch):
     ids they need not."""
 
     def shapes(ends: list[int], iteration: int) -> set[tuple[int, ...]]:
-        tokens = torch.zeros(4, 129, dtype=torch.long)
+        tokens = torch.zeros(2, 129, dtype=torch.long)
         tokens[:, ends] = EOD
         with LiveMemory() as memory:
             train_step(run, plot().forward_step, micro_batches(tokens, 2), iteration)
         return memory.shapes
 
     run = make_run(
+        num_layers=1,
+        global_batch_size=2,
         fp64=False,
         seq_length=128,
         max_position_embeddings=128,

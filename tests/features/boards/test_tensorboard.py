@@ -23,7 +23,7 @@ from megatron.training.result import IterationResult
 from tests import problems
 from tests.core.training.tiny_run import make_run
 from tests.features.boards.event_files import events
-from tests.runs import NO_DROPOUT, SMALL, Finished, train, with_flags, write_text
+from tests.runs import NO_DROPOUT, SMALL, Finished, train, write_text
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +53,6 @@ def test_tags_of_a_run(text, tmp_path):
         assert points(found, tag) == expected
     losses = [loss for split, _, loss in done.evaluations if split == "validation"]
     assert [value for _, value in points(found, "loss/valid")] == pytest.approx(losses, rel=1e-6)
-
-
-@pytest.mark.campaign
-def test_tags_of_subsets(tmp_path):
-    texts = [write_text(tmp_path / name, 200, seed) for seed, name in enumerate(("en", "cn"))]
-    words = with_flags(SMALL, "--eval-iters", "0", "--train-iters", "5", "--log-subsets")
-    words += ["--log-accuracy", "--data-path", "0.7", texts[0], "0.3", texts[1]]
-    done = train(tmp_path / "run", [*words, "--tensorboard-dir", str(tmp_path / "board")])
-    board = events(tmp_path / "board")
-    plain = ("tokens/en", "loss/en", "acc/cn")
-    of_step = ("acc", "loss_from_metric", "perplexity")
-    for key in (*plain, *of_step):
-        tag = f"train/{key}" if key in of_step else key
-        told = {row["iteration"]: row[key] for row in done.rows if row[key] is not None}
-        assert told and dict(points(board, tag)) == pytest.approx(told, rel=1e-6), key
 
 
 def test_profiles_are_among_the_events(tmp_path):
@@ -102,14 +87,6 @@ def test_metrics_of_the_forward_step_and_memory_where_it_is_asked_for():
         ("mem-reserved-bytes", 8, 2),
         ("mem-allocated-count", 17, 2),
     ]
-
-
-def test_no_device_memory_on_a_machine_without_accelerator(capsys):
-    run = make_run(device="auto")
-    for asked in (True, False):
-        BoardIntervals(BoardsConfig(log_memory_to_tensorboard=asked), run).on_start()
-        said = "--log-memory-to-tensorboard: no effect" in capsys.readouterr().out
-        assert said == asked
 
 
 def board_of(folder: Path, log_format: str = "short") -> Boards:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint import store
-from megatron.config.plan.report import memory_lines
+from megatron.checkpoint import reading, store
+from megatron.config.plan.tables import memory_lines
 from megatron.features.spikes.actions import BUDGET, EXIT_CODE, SpikeActions
 from megatron.features.spikes.detector import LEVEL_SHIFT
 from megatron.features.spikes.policy import Rollback
@@ -283,26 +283,6 @@ def test_the_same_command_goes_on_after_a_rewind_and_a_kill(tmp_path, data):
     assert len((done.save / "skips.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.sweep
-def test_the_second_attempt_is_larger_and_the_third_is_given_up(tmp_path, data):
-    bad = {31: 2.0, 36: 2.0}
-    code, out, err = run_ranks(
-        1,
-        ended,
-        argv(tmp_path, data, "--spike-action", "rewind", iterations=300),
-        str(tmp_path),
-        {**bad, 240: 2.0, 245: math.nan},
-        seconds=300.0,
-    )[0]
-    assert code == EXIT_CODE, (code, out, err)
-    told = lines_of(out, "rewind ")
-    assert len(told) == 2, out
-    assert numbers(told[0])[-6:] == [1, 31, 16, 29, 30, 32]
-    assert numbers(told[1].partition("attempt ")[2])[:4] == [2, 31, 1, 231]
-    assert "30 to 32" in err and "1 to 231" in err and "--lr" in err
-    assert err.count("\n") == 1, err
-
-
 @pytest.mark.parametrize(
     "kind", [{}, {"bf16": True, "fp64": False}, {"optimizer": "sgd"}], ids=["fp64", "bf16", "sgd"]
 )
@@ -433,40 +413,6 @@ def test_a_nan_gradient_or_a_spike_changes_nothing(kind):
 
 
 @pytest.mark.campaign
-def test_in_a_run_of_two_ranks_with_the_distributed_optimizer(tmp_path, data):
-    """The schedule and the samples go on; the line says why; nothing else moves."""
-    extra = (
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-        "--save-interval",
-        "1",
-        "--spike-action",
-        "skip-update",
-    )
-    done = run(tmp_path, data, *extra, bad={5: math.nan}, world=2, iterations=7)
-    same_tensors(done.tensors(4), done.tensors(5))
-    states = {n: store.load(done.save, n).state for n in (4, 5, 6)}
-    assert states[4].optimizer == states[5].optimizer and states[6].optimizer["step"] == 5
-    assert [states[n].consumed_train_samples for n in (4, 5, 6)] == [32, 40, 48]
-    rows = {row["iteration"]: row for row in done.rows}
-    assert (rows[5]["skipped"], rows[5]["skip_reason"], rows[5]["spike"], rows[5]["lm_loss"]) == (
-        1,
-        "nonfinite",
-        "non-finite",
-        "nan",
-    )
-    assert len({rows[n]["learning_rate"] for n in (4, 5, 6)}) == 3 and math.isfinite(
-        rows[7]["lm_loss"]
-    )
-    (told,) = lines_of(done.log, "spike at iteration ")
-    assert numbers(told) == [5, 1, 10, 1000] and "loss nan" in told
-    line = done.lines[4]
-    assert line["iteration"] == "5" and "loss" not in line and "grad norm" not in line
-    assert "spike-skipped 1 (nonfinite)" in done.log
-
-
-@pytest.mark.campaign
 def test_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
     """Of a model that hardly learns, so that 20 % are out of line so early."""
     done = run(
@@ -484,7 +430,7 @@ def test_a_lasting_shift_of_the_loss_ends_no_run(tmp_path, data):
     [told] = lines_of(done.log, "level shift ")
     assert numbers(told)[0] == 95
     assert [row["skipped"] for row in done.rows[94:]] == [0] * 16
-    assert store.load(done.save, 110).state.optimizer["step"] == 110 - LEVEL_SHIFT
+    assert reading.load(done.save, 110).state.optimizer["step"] == 110 - LEVEL_SHIFT
 
 
 @pytest.mark.campaign
@@ -494,16 +440,16 @@ def test_more_than_ten_in_a_thousand_are_too_many(tmp_path, data):
     code, out, err = run_ranks(1, ended, words, str(tmp_path), bad)[0]
     assert code == EXIT_CODE, (code, out, err)
     assert "(at 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22)" in err and err.count("\n") == 1, err
-    assert store.latest(tmp_path / "save") == 22  # nothing that was trained is lost
+    assert reading.latest(tmp_path / "save") == 22  # nothing that was trained is lost
     words += ["--load", str(tmp_path / "save")]
     code, out, err = run_ranks(1, ended, words, str(tmp_path), {24: math.nan})[0]
-    assert code == EXIT_CODE and "24)" in err and store.latest(tmp_path / "save") == 24, (
+    assert code == EXIT_CODE and "24)" in err and reading.latest(tmp_path / "save") == 24, (
         code,
         out,
         err,
     )
     code, out, err = run_ranks(1, ended, [*words, "--spike-action", "log"], str(tmp_path), {})[0]
-    assert code == 0 and store.latest(tmp_path / "save") == 40, (code, out, err)
+    assert code == 0 and reading.latest(tmp_path / "save") == 40, (code, out, err)
 
 
 # --- log, off, state
@@ -522,6 +468,6 @@ def test_log_says_it_and_changes_no_byte_and_a_resumed_run_judges_alike(tmp_path
     run(folder, data, *words, bad=SPIKES, kill_at=32)
     again = run(folder, data, *words, bad=SPIKES)
     assert again.series(*EXACT) == says.series(*EXACT)
-    states = [store.load(run.save, 40).state for run in (again, says)]
+    states = [reading.load(run.save, 40).state for run in (again, says)]
     resumed, straight = (dataclasses.replace(state, history={}) for state in states)
     assert resumed == straight

@@ -65,4 +65,4 @@ def test_the_last_run_wins_where_runs_overlap(tmp_path):
     (tmp_path / "log").write_text(text)
     history = read_run(str(tmp_path / "log"))
     assert [(r.iteration, r.loss) for r in history.records] == [(1, 1.0), (2, 222.0)]
-    assert history.joins == [3, 2]
+    assert history.joins == {3: 4, 2: 5}

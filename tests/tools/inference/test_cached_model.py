@@ -8,68 +8,12 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.inference.cached_model import CachedModel
+from megatron.inference.static_step import StaticStep
 from megatron.parallel.context import ParallelContext
-from tests.core.model.tiny import MODELS, VOCAB, tiny_model
+from tests.core.model.tiny import MODELS, MOE, OPTIONS, VOCAB, tiny_model
 from tests.forkrun import run_ranks
+from tests.graph_on_cpu import graphs  # noqa: F401  # a fixture
 
-MOE = {
-    **MODELS["llama"],
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_shared_expert_intermediate_size": 16,
-}
-ROPE = {"position_embedding_type": "rope"}
-OPTIONS = {
-    **MODELS,
-    "half rotary, interleaved": {**ROPE, "rotary_percent": 0.5, "rotary_interleaved": True},
-    "interpolated rotary": {**ROPE, "rotary_seq_len_interpolation_factor": 2},
-    "one key head, wide heads": {
-        **ROPE,
-        "group_query_attention": True,
-        "num_query_groups": 1,
-        "kv_channels": 16,
-    },
-    "no positions": {"position_embedding_type": "none"},
-    "query and key norms": {**ROPE, "qk_layernorm": True, "normalization": "RMSNorm"},
-    "untied, residual after norm": {
-        "untie_embeddings_and_output_weights": True,
-        "apply_residual_connection_post_layernorm": True,
-    },
-    "squared relu": {"squared_relu": True},
-    "experts": MOE,
-    "post-norms, factors, layers without rotary": {
-        **MODELS["llama"],
-        "no_rope_freq": "2",
-        "post_self_attn_layernorm": True,
-        "post_mlp_layernorm": True,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "softmax_scale": 0.4,
-        "logits_scaling": 2.0,
-    },
-    "norms of OLMo 2": {
-        **MODELS["llama"],
-        "no_pre_layernorm": True,
-        "post_self_attn_layernorm": True,
-        "post_mlp_layernorm": True,
-        "qk_layernorm": True,
-        "qk_layernorm_all_heads": True,
-    },
-    "windows in two of three layers": {
-        **MODELS["llama"],
-        "num_layers": 3,
-        "window_size": (3, 0),
-        "window_attn_skip_freq": "[1,0,1]",
-        "window_rotary_base": 500,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": 4.0,
-        "original_max_position_embeddings": 8,
-    },
-    "windows of one token": {**MODELS["llama"], "window_size": (0, 0)},
-    "a window of all but one token": {**MODELS["llama"], "window_size": (12, 0)},
-    "xielu": {**MODELS["llama"], "swiglu": False, "xielu": True},
-    "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
-}
 TEXT = torch.randint(0, VOCAB, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
@@ -111,6 +55,28 @@ def test_logits_are_those_of_the_whole_text(flags):
 @pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS)
 def test_logits_in_fp32(flags):
     assert differences(flags, torch.float32) < 1e-6
+
+
+@pytest.mark.parametrize("flags", OPTIONS.values(), ids=OPTIONS)
+def test_fixed_shapes_give_the_same_logits(flags):
+    """Rows of every length, in any number of positions that attention looks at."""
+    models = [
+        CachedModel(tiny_model(torch.float64, scramble=True, **flags), 4, 16) for _ in range(2)
+    ]
+    for model in models:
+        model.forward([TEXT[:9], TEXT[3:4], TEXT[:5]], [0, 0, 0])
+    tokens, positions = [5, 6, 7, 0], [9, 1, 5, 0]
+    expected = models[0].forward([[token] for token in tokens], positions)
+    for end in (10, 13, 16):
+        step = StaticStep(models[1]._logits, 4, 16, torch.device("cpu"))
+        step._inputs.copy_(torch.tensor([tokens, positions]))
+        torch.testing.assert_close(step.region(4, end), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", OPTIONS.values(), ids=OPTIONS)
+def test_recorded_steps_give_the_logits_of_the_whole_text(graphs, flags):  # noqa: F811
+    assert differences(flags, torch.float64) < 1e-12
+    assert [graph.replays for graph in graphs] == [4] or flags is MOE  # it may read the host
 
 
 def _on_two_ranks(rank: int, world: int) -> float:

@@ -3,8 +3,6 @@ batch; and models that torch's own .to casts."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,18 +17,11 @@ from megatron.inference.linear import store_matrices_as
 from megatron.inference.load_model import wanted_precision
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import GPTModel
-from tests.core.model.tiny import MODELS, VOCAB, tiny_model
-from tests.forkrun import ROOT
+from tests.core.model.tiny import MODELS, MOE, VOCAB, tiny_model
 from tests.load_tool import exit_code, load_tool
 from tests.problems import raises
-from tests.runs import train, with_flags
+from tests.runs import train
 
-MOE = {
-    **MODELS["llama"],
-    "num_experts": 4,
-    "moe_router_topk": 2,
-    "moe_shared_expert_intermediate_size": 16,
-}
 OPTIONS = {
     **MODELS,
     "experts": MOE,
@@ -121,15 +112,15 @@ def texts(engine: Engine, prompts: list[list[int]], order: list[int], new: int) 
 )
 def test_greedy_texts_are_the_same_in_every_batch(flags, dtype):
     generator = torch.Generator().manual_seed(9)
-    lengths = [1, 3, 30, 7, 12, 2]
+    lengths = [1, 30, 7, 2]
     prompts = [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
     flags = {**flags, **LONG, "hidden_size": 96, "num_attention_heads": 4}
     alone = [
         texts(Engine(stored(dtype, **flags), 1), [prompt], [0], 16 + number)[0]
         for number, prompt in enumerate(prompts)
     ]
-    assert len({token for text in alone for token in text}) > 10
-    for rows, order in ((2, [*range(6)]), (6, [*range(6)]), (3, [5, 2, 4, 0, 1, 3])):
+    assert len({token for text in alone for token in text}) > 7
+    for rows, order in ((2, [*range(4)]), (4, [*range(4)]), (3, [3, 2, 0, 1])):
         assert texts(Engine(stored(dtype, **flags), rows), prompts, order, 16) == alone
 
 
@@ -201,34 +192,7 @@ def test_tools_and_python_load_it_so(run, capfd):
         assert said[dtype].strip() == f"1 2 3{text}".strip()
         kinds = {p.dtype for p in model.trained.model.parameters()}
         assert kinds == {torch.float32} | ({torch.bfloat16} if dtype == "bf16" else set())
-    for name in ("generate", "serve", "evaluate", "run_lm_eval"):
-        assert exit_code(load_tool(name).main, run, "--dtype", "bf17") == 2
-        assert "value-not-a-choice" in capfd.readouterr().err
+    assert exit_code(load_tool("generate").main, run, "--dtype", "bf17") == 2
+    assert "value-not-a-choice" in capfd.readouterr().err
     with raises(ValueError, "value-not-a-choice", "dtype"):
         load_model(run, device="cpu", dtype="bfloat16")
-
-
-def test_lm_eval_gets_the_dtype():
-    tool = load_tool("run_lm_eval")
-    given = tool.Options(checkpoint="run", dtype="bf16", arguments=("--tasks", "a")).words()
-    assert given[given.index("--model_args") + 1] == "checkpoint=run,dtype=bf16"
-    problems = tool.Options(dtype="bf16", arguments=("--tasks", "a")).problems()
-    assert [text.rpartition("[")[2] for text in problems] == ["flag-needs-other-flag]"]
-
-
-@pytest.mark.campaign
-def test_a_model_in_16_bits_takes_less_memory(tmp_path):
-    """When it is loaded, by a process of its own: 117 million parameters, 447 MiB in fp32."""
-    words = with_flags(SIZE, "--hidden-size", "2048", "--vocab-size", "8000")
-    train(tmp_path / "log", [*words, "--save", str(tmp_path / "run")])
-    load = (
-        "from megatron.inference.generate import load_model\n"
-        f"load_model({str(tmp_path / 'run')!r}, device='cpu', dtype=DTYPE)\n"
-        "print(*(line for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
-    )  # ru_maxrss would be at least that of the process which starts this one
-    peaks = {}
-    for dtype in ("bf16", "fp32"):
-        words = [sys.executable, "-c", load.replace("DTYPE", repr(dtype))]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
-        peaks[dtype] = int(done.stdout.split()[-2]) / 1024  # MiB
-    assert peaks["fp32"] - peaks["bf16"] > 0.25 * 447, peaks  # readers hold up to 100 MiB

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from megatron import device as devices
 from megatron.inference import engine as engine_module
 from megatron.inference.engine import Engine, Generation, Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 from tests.core.model.tiny import MODELS, VOCAB, tiny_model
+from tests.graph_on_cpu import graphs  # noqa: F401  # a fixture
 
 GREEDY = Sampling(temperature=0.0)
 FLAGS = {**MODELS["llama"], "max_position_embeddings": 32, "seq_length": 32}
@@ -43,36 +45,6 @@ def test_each_new_token_is_the_choice_after_all_before_it():
             assert new == int(model(torch.tensor([tokens]))[0, -1].argmax())
             tokens.append(new)
     assert len(tokens) == 9
-
-
-REQUESTS = [
-    Request([i % VOCAB for i in range(start, start + length)], new, Sampling(seed=start))
-    for start, length, new in [(1, 1, 9), (7, 12, 3), (3, 5, 20), (9, 2, 1), (4, 20, 7), (5, 3, 9)]
-]
-
-
-def test_a_request_that_is_removed_leaves_its_row_to_another():
-    one = engine(2)
-    first = one.add(REQUESTS[2])
-    second = one.add(REQUESTS[0])
-    found = [token.id for _ in range(3) for which, token in one.step() if which is second]
-    one.remove(first)
-    assert one.running == 1
-    third = one.add(REQUESTS[4])
-    later = {id(second): found, id(third): []}
-    while one.running:
-        for which, token in one.step():
-            later[id(which)].append(token.id)
-    assert later[id(second)] == alone(REQUESTS[0]) and later[id(third)] == alone(REQUESTS[4])
-    assert (first.finish_reason, second.finish_reason) == (None, "length")
-
-
-def test_the_stop_token_ends_it_unseen():
-    text = alone(Request([5], 8, Sampling(seed=1)))
-    stop = text[3]
-    results = list(engine().run([Request([5], 8, Sampling(seed=1), stop_ids=[stop])]))
-    assert [token.id for _, _, token in results if token] == text[: text.index(stop)]
-    assert results[-1][1].finish_reason == "stop" and results[-1][2] is None
 
 
 def test_a_prompt_longer_than_the_cache_is_read_from_its_end():
@@ -224,3 +196,17 @@ def test_random_requests_get_together_what_they_get_alone(monkeypatch, kind, see
     for job, one in zip(jobs, expected, strict=True):
         assert (job.tokens, job.text, job.reason) == (one.tokens, one.text, one.reason)
         assert job.logprobs == pytest.approx(one.logprobs, abs=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_come_and_go_get_what_they_get_alone(graphs, monkeypatch, seed):  # noqa: F811
+    """Some are still read while others, in rows before and behind them, are decoded."""
+    draw = random.Random(seed)
+    monkeypatch.setattr(devices, "has_graphs", lambda device: False)
+    alone = engine(1)
+    pairs = [random_job(draw, alone) for _ in range(24)]
+    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 5)
+    serve(engine(6), [job for job, _ in pairs])
+    assert [job.tokens for job, _ in pairs] == [one.tokens for _, one in pairs]
+    assert any(graph.replays for graph in graphs)

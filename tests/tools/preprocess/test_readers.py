@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data.preprocess import readers as inputs
 from megatron.data.preprocess import unpack
-from megatron.data.preprocess.readers import Block, InputPosition, Reader
+from megatron.data.preprocess.readers import FileBlock, FileReader, InputPosition
 from tests import problems
 
 
@@ -51,39 +51,13 @@ def lines_of(seed: int, count: int = 300) -> bytes:
     return b"\n".join([*lines, b"end"])
 
 
-def read(files: list[str], position: InputPosition | None = None, **flags: bool) -> list[Block]:
+def read(files: list[str], position: InputPosition | None = None, **flags: bool) -> list[FileBlock]:
     return list(
-        Reader(files, ("text",), **flags).blocks(position or InputPosition(), lambda name: None)
+        FileReader(files, ("text",), **flags).blocks(position or InputPosition(), lambda name: None)
     )
 
 
 ZST = partial(pytest.param, marks=pytest.mark.peers)
-
-
-@pytest.mark.parametrize("suffix", [ZST(suffix) if "zst" in suffix else suffix for suffix in PACK])
-def test_blocks_are_whole_lines_wherever_reading_begins(tmp_path: Path, suffix: str) -> None:
-    contents = [lines_of(1), b"", lines_of(2, 40) + b"\n"]
-    files = [str(tmp_path / f"{number}{suffix}") for number in range(3)]
-    for file, content in zip(files, contents, strict=True):
-        Path(file).write_bytes(PACK[suffix](content))
-    blocks = read(files)
-    for number, content in enumerate(contents):
-        mine = [block for block in blocks if block.file == number]
-        assert b"".join(block.content() for block in mine) == content
-        assert all(block.content().endswith(b"\n") for block in mine[:-1])
-        assert (
-            all(len(block.content()) < 1000 + 3600 for block in mine)
-            and len(mine) > len(content) // 5000
-        )
-        assert [block.start for block in mine[1:]] == [block.end for block in mine[:-1]]
-    assert [block.number for block in blocks] == list(range(len(blocks)))
-    assert blocks[-1].read == sum(Path(file).stat().st_size for file in files)
-    for done in range(1, len(blocks)):
-        last = blocks[done - 1]
-        rest = read(files, InputPosition(last.file, max(last.end, 1)))
-        assert [(b.file, b.start, b.content()) for b in rest] == [
-            (b.file, b.start, b.content()) for b in blocks[done:]
-        ]
 
 
 def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
@@ -93,37 +67,6 @@ def test_a_plain_file_is_left_to_who_encodes(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"1\n")
     with problems.raises(ValueError, "file-changed-while-read", "x.jsonl"):
         block.content()
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ZST(".txt.zst")])
-def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"x{suffix}"
-    content = lines_of(3)
-    file.write_bytes(PACK[suffix.replace("txt", "jsonl")](content) if suffix != ".txt" else content)
-    (whole,) = read([str(file)])
-    assert whole.kind == "text" and whole.content() == content
-    lines = read([str(file)], txt_lines=True)
-    assert {block.kind for block in lines} == {"lines"} and len(lines) > 10
-    assert b"".join(block.content() for block in lines) == content
-
-
-@pytest.mark.peers
-def test_parquet_rows_wherever_reading_begins(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    file = str(tmp_path / "x.parquet")
-    texts = [f"text {number}" for number in range(40)]
-    parquet.write_table(
-        pyarrow.table({"id": list(range(40)), "text": texts}), file, row_group_size=16
-    )
-    blocks = read([file])
-    assert [text for block in blocks for text in block.data[0]] == texts and len(blocks) > 4
-    for done in range(1, len(blocks)):
-        assert [b.data for b in read([file], InputPosition(0, blocks[done - 1].end))] == [
-            b.data for b in blocks[done:]
-        ]
-    with problems.raises(ValueError, "parquet-column-missing", "x.parquet"):
-        list(Reader([file], ("body",)).blocks(InputPosition(), lambda name: None))
 
 
 DAMAGED = {

@@ -9,7 +9,6 @@ without an id becomes id 0.
 from __future__ import annotations
 
 import functools
-import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import regex
@@ -23,47 +22,23 @@ from megatron.data.tokenizers.gpt2_bpe import (
 
 
 def merge_symbols(symbols: Sequence[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Merge neighbours until no pair has a rank: always the best pair left, all its occurrences
-    from left to right.
-
-    O(n log n) in the number of symbols, so that one endless run of letters does not stop a job.
-    """
-    pieces: list[str | None] = list(symbols)
-    before = list(range(-1, len(pieces) - 1))
-    after = list(range(1, len(pieces) + 1))
-    heap = [
-        (ranks[pair], left)
-        for left, pair in enumerate(zip(symbols, symbols[1:], strict=False))
-        if pair in ranks
-    ]
-    heapq.heapify(heap)
-
-    def offer(left: int) -> None:
-        rank = ranks.get((pieces[left], pieces[after[left]]))
-        if rank is not None:
-            heapq.heappush(heap, (rank, left))
-
-    while heap:
-        rank = heap[0][0]
-        places = []
-        while heap and heap[0][0] == rank:
-            places.append(heapq.heappop(heap)[1])
-        for left in places:
-            right = after[left]
-            if (
-                right == len(pieces)
-                or pieces[left] is None
-                or ranks.get((pieces[left], pieces[right])) != rank
-            ):
-                continue  # an earlier merge took one of the two
-            pieces[left], pieces[right] = pieces[left] + pieces[right], None
-            after[left] = after[right]
-            if after[left] < len(pieces):
-                before[after[left]] = left
-                offer(left)
-            if before[left] >= 0:
-                offer(before[left])
-    return [piece for piece in pieces if piece is not None]
+    """Merge neighbours until no pair has a rank: find the best pair, merge all its occurrences from
+    the left, again. As many passes as pairs are merged, each over all pieces."""
+    pieces = list(symbols)
+    while True:
+        pairs = zip(pieces, pieces[1:], strict=False)
+        best = min(pairs, key=lambda pair: ranks.get(pair, 10**9), default=None)
+        if best not in ranks:
+            return pieces
+        merged: list[str] = []
+        taken = False  # the piece before is the first of a pair that this one completes
+        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
+            if taken:
+                taken = False
+                continue
+            taken = (piece, following) == best
+            merged.append("".join(best) if taken else piece)
+        pieces = merged
 
 
 class PlainBPE:

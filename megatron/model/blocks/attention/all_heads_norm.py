@@ -32,14 +32,14 @@ class AllHeadsNorm(nn.Module):
         weight = self.weight.view(x.shape[-2:])
         if self.zero_centered:
             weight = weight.to(_wide(x)) + 1
-        return _RmsNorm.apply(x, weight, self.eps, self.tp)
+        return _AllHeadsRms.apply(x, weight, self.eps, self.tp)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _AllHeadsRms(torch.autograd.Function):
     """With y = x / rms the gradient of x is (g w - y mean(g w y)) / rms; both means are over the
     heads of all ranks."""
 

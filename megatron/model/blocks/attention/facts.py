@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.config.plan.parameter_spec import (
     LayerScheme,
@@ -36,11 +36,22 @@ class Attention(Mixer):
 
     scope = "self_attention"
     recomputed_as = "attention"  # only its core is recomputed by itself
+    made_again: ClassVar[tuple[str, ...]] = ("core_attn",)
 
     @property
     def head_dim(self) -> int:
-        """Width of a query's, a key's and a value's head."""
+        """Width of a query's and a key's head."""
         return self.model.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value's head."""
+        return self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor on scores."""
+        return self.model.attention_scale
 
     @property
     def query(self) -> int:
@@ -62,15 +73,26 @@ class Attention(Mixer):
             "heads": self.model.num_attention_heads // tp,
             "groups": self.groups_of_rank(tp),
             "head_dim": self.head_dim,
-            "value_dim": self.head_dim,
-            "scale": self.model.attention_scale,
+            "value_dim": self.value_dim,
+            "scale": self.scale,
             "window": self.window_in(self.model.seq_length),
+            "softcap": self.model.attn_logit_softcapping,
+            "sink": self.model.softmax_type != "vanilla",
         }
 
     def window_in(self, length: int | None) -> int | None:
         """The window in sequences of this length; None where it hides nothing of them."""
         hides = self.window is not None and (length is None or self.window < length)
         return self.window if hides else None
+
+    def clipped(self, alpha: float) -> dict[str, tuple[tuple[int, float], ...]]:
+        """Weights that QK-clip scales, by name: of each key head so many rows by which power of its
+        factor. None where norms of heads would undo it."""
+        if self.model.qk_layernorm:
+            return {}
+        queries = (self.query // self.model.query_groups, alpha)
+        rows = (queries, (self.head_dim, 1.0 - alpha), (self.value_dim, 0.0))
+        return {"linear_qkv.weight": rows, "linear_qkv.bias": rows}
 
     @property
     def text(self) -> str:
@@ -88,11 +110,15 @@ class Attention(Mixer):
         yield from self._query_groups(f)
         yield from self._rotary(f)
         yield from self._tensor_parallel(f)
+        yield from self._exchanged_heads(f)
         if f.ok("window_size") and f["window_size"][1]:
             yield (
                 f"{f.say('window_size')}: no token sees later ones; the second number must be 0 "
                 "[value-out-of-range]"
             )
+        yield from self._flash(f)
+
+    def _flash(self, f: Rules) -> Iterator[str]:
         flash = f.config.attention_backend == f.config.kernels.attention == "flash"
         sized = f.ok("hidden_size", "num_attention_heads")
         if flash and sized and self.head_dim > FLASH_HEAD_DIM:
@@ -137,6 +163,14 @@ class Attention(Mixer):
         if self.rope is None or not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
             return
         rotated = self.rope.width
+        for name in ("longrope_short_factor", "longrope_long_factor"):
+            numbers = f[name] or ()
+            if self.rope.longrope and (len(numbers) != rotated // 2 or min(numbers) <= 0):
+                yield (
+                    f"--{name.replace('_', '-')}: {len(numbers)} numbers; --rope-type longrope has "
+                    f"{rotated // 2}, one above 0 for each rotary frequency "
+                    "[longrope-factors-wrong]"
+                )
         if rotated < 2 or rotated % 2:
             yield (
                 f"--rotary-percent {f['rotary_percent']}: rotates {rotated} of the {self.head_dim} "
@@ -177,6 +211,27 @@ class Attention(Mixer):
                 f"multiple of it; {fit(groups)} {code}"
             )
 
+    def _exchanged_heads(self, f: Rules) -> Iterator[str]:
+        """Context-parallel ranks that exchange heads share those of a tensor-parallel rank."""
+        names = ("tensor_model_parallel_size", "context_parallel_size", "num_attention_heads")
+        sizes = {"num_query_groups", "hierarchical_context_parallel_sizes"}
+        if not f.ok(*names) or f.bad & sizes:
+            return
+        tp, cp, heads = (f[name] for name in names)
+        own, groups = heads // tp, self.groups_of_rank(tp)
+        fits = [n for n in range(1, own + 1) if not (own % n or groups % n and n % groups)]
+        ranks, _ = f.config.parallel.split_context(self.comm_type)
+        if heads % tp or ranks in fits:
+            return
+        most = max(n for n in fits if cp % n == 0)
+        levels = f", a2a+p2p with --hierarchical-context-parallel-sizes {most} {cp // most}"
+        yield (
+            f"{f.say('cp_comm_type')}: {own} query and {groups} key/value heads of a "
+            f"tensor-parallel rank cannot be shared by {ranks} ranks, but by "
+            f"{', '.join(map(str, fits))}; use another size{levels * (1 < most < cp)}, or p2p "
+            "[context-parallel-does-not-divide-heads]"
+        )
+
     def uneven(self, tp: int, etp: int) -> Iterator[tuple[str, int]]:
         """Query heads, and key/value heads unless as many ranks share each."""
         m = self.model
@@ -209,6 +264,12 @@ class Attention(Mixer):
                 table.append(replace(weight, splits=(("tp", 0),)))
             elif m.qk_layernorm:  # applied to the heads of one rank, so its gradient is partial
                 table += norm(m, prefix + name, d, partial=("tp",))
+        if m.softmax_type == "learnable":
+            name = prefix + "core_attention.softmax_offset"
+            heads = (m.num_attention_heads,)
+            table.append(
+                ParameterSpec(name, heads, (("tp", 0),), init="normal", std=m.init_method_std)
+            )
         out = (m.hidden_size, self.query)
         draw_out = draw("attention_output")
         return table + row(prefix + "linear_proj", out, m.attention_output_bias, draw_out)
@@ -224,17 +285,27 @@ class Attention(Mixer):
         return Flops(linear, 4 * (self.window_in(m.seq_length) or m.seq_length) * self.query)
 
     def saved(self, sizes: Sizes) -> int:
-        """Queries, keys and values as the projection made them and as the core takes them, the
-        core's result."""
+        """Queries, keys and values as the projection made them, where something keeps them, and as
+        the core takes them; the core's result."""
         m = self.model
         d = self.head_dim
         query, key = self.query // sizes.tp, self.groups_of_rank(sizes.tp) * d
         heads, groups = query // d, key // d
-        rotated_or_normed = self.rope is not None or m.qk_layernorm
-        widths = query + 2 * key + (query + key if rotated_or_normed else 0)
-        if groups > 1 and heads > groups and (m.qk_layernorm or self.rope is None):
-            widths += query  # queries of all groups, made contiguous
-        nbytes = sizes.tokens * sizes.itemsize * (widths + query)
+        ranks = self._exchanging(sizes)
+        # with queries of all groups, made contiguous
+        projected = query + 2 * key + (query if groups > 1 and heads > groups else 0)
+        widths = query
+        if m.qk_layernorm and m.qk_layernorm_after_rope and self.rope is not None:
+            widths += query + key + (0 if ranks > 1 else query + 2 * key)  # rotated
+        elif m.qk_layernorm:
+            widths += projected
+        elif ranks == 1:
+            widths += projected if self.rope is None else query + 2 * key
+        if ranks > 1:
+            widths += query + 2 * max(key, ranks * d)
+        elif self.rope is not None or m.qk_layernorm:
+            widths += query + key
+        nbytes = sizes.tokens * sizes.itemsize * widths
         if m.qk_layernorm and m.qk_layernorm_all_heads:
             nbytes += sizes.tokens * 2 * sizes.wide
         elif m.qk_layernorm:
@@ -254,7 +325,10 @@ class Attention(Mixer):
             return 0
         backend = config.attention_backend
         chunked = (
-            m.attention_dropout > 0 or config.data.reset_attention_mask or config.precision.fp64
+            m.attention_dropout > 0
+            or config.data.reset_attention_mask
+            or config.precision.fp64
+            or m.attn_logit_softcapping is not None
         )
         # kernels/cuda/torch_flash.py takes them on a CUDA device
         flash = (
@@ -262,14 +336,23 @@ class Attention(Mixer):
             and sizes.itemsize == 2
             and self.head_dim % 8 == 0
             and self.head_dim <= 192
+            and self.value_dim == self.head_dim
+            and m.attn_logit_softcapping is None
         )
         chunked = chunked and not flash or backend in ("local", "unfused")
+        exchanging, ring = config.parallel.split_context(self.comm_type)
         rows = sizes.tokens * heads * sizes.wide
-        nbytes = rows if sizes.cp > 1 or not chunked else 0
+        nbytes = 0
+        if ring > 1 or not chunked or m.softmax_type != "vanilla":
+            # and the result, if that is not what the next layer keeps
+            nbytes = rows + (sizes.tokens * heads * self.value_dim * sizes.itemsize) * (
+                exchanging > 1
+            )
         if backend == "fused" and self.window_in(m.seq_length):
             nbytes += m.seq_length**2 * sizes.itemsize  # a mask
         if backend == "unfused":
-            nbytes += rows * m.seq_length * (3 if m.attention_dropout else 1)
+            kept = (3 if m.attention_dropout else 1) + (m.attn_logit_softcapping is not None)
+            nbytes += rows * (m.seq_length * kept + (m.softmax_type != "vanilla"))
         return nbytes
 
     def backward(self, sizes: Sizes) -> int:
@@ -293,28 +376,75 @@ class Attention(Mixer):
             forward.append(Transfer("tp", "all-gather", 1, nbytes))
             backward.append(Transfer("tp", "reduce-scatter", 1, nbytes))
         keys, gradients = self._context_parallel(sizes)
-        unneeded = [*gathered_input(sizes), *forward, keys]
+        exchanged = self._exchanged(sizes)
+        recorded = self._recorded(sizes)
+        unneeded = [*gathered_input(sizes), *forward, *exchanged, keys, *recorded]
         core_again = "core_attn" in sizes.config.training.recomputed_modules
         return Traffic(
             [*unneeded, *summed_result(sizes)],
-            [*backward, keys, gradients, *column_to_row_backward(sizes)],
+            [*backward, *exchanged, keys, gradients, *column_to_row_backward(sizes)],
             unneeded,
-            [keys] if core_again else [],
+            [keys, *recorded] if core_again else [],
         )
 
+    def _recorded(self, sizes: Sizes) -> list[Transfer]:
+        """Keys once more, for the largest scores."""
+        if not sizes.config.scored_by:
+            return []
+        both, _ = self._context_parallel(sizes)
+        of_keys = both.nbytes * self.head_dim // (self.head_dim + self.value_dim)
+        return [both._replace(nbytes=of_keys)]
+
+    def _exchanging(self, sizes: Sizes) -> int:
+        """Context-parallel ranks that exchange heads."""
+        return sizes.config.parallel.split_context(self.comm_type)[0]
+
+    def _exchanged(self, sizes: Sizes) -> list[Transfer]:
+        """(queries, keys and values that go to the ranks of their heads; results, which come back);
+        shared keys go to each rank that needs them."""
+        ranks = self._exchanging(sizes)
+        if ranks == 1:
+            return []
+        axis = "cp" if ranks == sizes.cp else "cp_heads"
+        heads = self.model.num_attention_heads // sizes.tp
+        keys_values = max(ranks, self.groups_of_rank(sizes.tp)) * (self.head_dim + self.value_dim)
+        widths = (heads * self.head_dim + keys_values, heads * self.value_dim)
+        return [
+            Transfer(axis, "all-to-all", 1, sizes.tokens * width * sizes.itemsize)
+            for width in widths
+        ]
+
     def _context_parallel(self, sizes: Sizes) -> tuple[Transfer, Transfer]:
-        """(keys and values for one pass of the core; their gradients)."""
-        keys_values = 2 * sizes.tokens * self.groups_of_rank(sizes.tp) * self.head_dim  # of a rank
-        if sizes.config.parallel.cp_comm_type == "all_gather":
+        """(keys and values for one pass of the core; their gradients), of the rank that sends most
+        in a window."""
+        exchanging, ring = sizes.config.parallel.split_context(self.comm_type)
+        axis = "cp" if exchanging == 1 else "cp_ring"
+        groups = max(exchanging, self.groups_of_rank(sizes.tp))
+        keys_values = sizes.tokens * groups * (self.head_dim + self.value_dim)
+        if self.comm_type == "all_gather":
             whole = sizes.cp * keys_values
             return (
                 Transfer("cp", "all-gather", 1, whole * sizes.itemsize),
                 Transfer("cp", "reduce-scatter", 1, whole * sizes.wide),
             )
-        hops = sizes.cp - 1  # of two parts each
+        if window := self.window_in(self.model.seq_length):
+            from megatron.config.plan.window_rows import exchanged
+
+            chunk = self.model.seq_length // (2 * ring)
+            of_row = keys_values // (2 * chunk)
+            most = max(
+                exchanged(ring, chunk, window),
+                key=lambda rank: 2 * rank.sent * sizes.itemsize + rank.received * sizes.wide,
+            )
+            sent, returned = most.sent * sizes.itemsize, most.received * sizes.wide
+            return (
+                Transfer(axis, "send", most.messages_sent, sent * of_row),
+                Transfer(axis, "send", most.messages_received, returned * of_row),
+            )
+        hops = ring - 1  # of two parts each
         return (
-            Transfer("cp", "send", 2 * hops, hops * keys_values * sizes.itemsize),
-            Transfer("cp", "send", 2 * hops, hops * keys_values * sizes.wide),
+            Transfer(axis, "send", 2 * hops, hops * keys_values * sizes.itemsize),
+            Transfer(axis, "send", 2 * hops, hops * keys_values * sizes.wide),
         )
 
     def cache(self, tp: int) -> dict[str, tuple[int, ...]]:

@@ -42,7 +42,8 @@ def activation_bytes(sizes: Sizes, width: int) -> int:
     function, and what a gated one keeps between."""
     # geglu's C++ keeps GELU's input in bf16; elsewhere on a CPU the slope is kept beside it.
     widths = {
-        "swiglu": 3 if fuses_swiglu(sizes) else 4,
+        "swiglu": 3 if fuses_swiglu(sizes) or sizes.config.model.changed_glu else 4,
+        "quick_geglu": 3,
         "geglu": 5 if sizes.on_cpu and not (sizes.native and sizes.itemsize == 2) else 4,
     }.get(sizes.config.model.activation, 2)
     return sizes.itemsize * widths * width

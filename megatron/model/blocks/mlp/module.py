@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.kernels.activations import ACTIVATIONS
+from megatron.kernels.activations import implementations
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.block import Block
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
@@ -43,8 +43,9 @@ class MLP(BlockModule):
         self.linear_fc2 = RowParallelLinear.named("linear_fc2", params, ctx, kernels)
         if config.activation != "xielu":
             # gated ones [..., 2, ffn] -> [..., ffn]
+            rows, numbers = implementations(config)
             spec = kernels.activation(config.activation, self.linear_fc1.weight)
-            self.choose("activation", ACTIVATIONS[config.activation], spec)
+            self.choose("activation", rows, spec, **numbers)
 
     def forward(self, x: torch.Tensor, inputs: LayerInputs, seeds: Seeds) -> torch.Tensor:
         """x [s, b, h] -> [s, b, h]."""

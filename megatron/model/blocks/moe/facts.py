@@ -32,6 +32,7 @@ class MixtureOfExperts(Block):
 
     scope = "mlp"
     recomputed_as = "moe"
+    made_again = ("moe_act", "shared_experts")
 
     @property
     def shared(self) -> int:
@@ -71,16 +72,29 @@ class MixtureOfExperts(Block):
 
     def parameters(self, prefix: str, draw: LayerScheme) -> list[ParameterSpec]:
         """Router, experts (each matrix of all of them in one tensor, experts first) and the shared
-        expert; experts have no biases."""
+        expert. Each of the expert-tensor-parallel ranks, whose results are added up, has a share of
+        the second bias."""
         m = self.model
         router = drawn(draw("router"))
         table = [ParameterSpec(prefix + "router.weight", (m.experts, m.hidden_size), **router)]
+        if m.mlp_bias:
+            table.append(ParameterSpec(prefix + "router.bias", (m.experts,)))
         if m.moe_router_enable_expert_bias:
             table.append(ParameterSpec(prefix + EXPERT_BIAS, (m.experts,), trained=False))
         for spec in matrices(m, prefix + "experts.", m.expert_ffn, draw):
             splits = (("ep", 0), *(("etp", dim + 1) for _, dim in spec.splits))
             shape = (m.experts, *spec.shape)
-            table.append(replace(spec, shape=shape, splits=splits, matrices=Matrices(True)))
+            whole = not spec.splits
+            stacked = None if spec.matrices is None else Matrices(True)
+            table.append(
+                replace(
+                    spec,
+                    shape=shape,
+                    splits=splits,
+                    matrices=stacked,
+                    partial=("etp",) if whole else (),
+                )
+            )
         if self.shared:
             table += matrices(m, prefix + "shared_experts.", self.shared, draw)
             if m.moe_shared_expert_gate:
@@ -122,12 +136,13 @@ class MixtureOfExperts(Block):
     def _fuses(self, sizes: Sizes) -> bool:
         """Are SwiGLU and the probabilities one kernel?"""
         by_kernel = sizes.native or not sizes.on_cpu
-        return self.model.activation == "swiglu" and by_kernel and fuses_swiglu(sizes)
+        plain = self.model.activation == "swiglu" and not self.model.changed_glu
+        return plain and by_kernel and fuses_swiglu(sizes)
 
     def saved(self, sizes: Sizes) -> int:
-        """Of experts: the copies of tokens that they compute (not where the C++ multiplies, in fp32
-        on a CPU), the activation function's and the probability's results, and the order of the
-        copies; of the router: its logits and scores."""
+        """Of experts: the copies of tokens that they compute (not where the C++ multiplies: in fp32
+        on CPUs; in bf16 on some, which is not counted), the activation function's and the
+        probability's results, and the order of the copies; of the router: its logits and scores."""
         copied = 0 if sizes.native and sizes.itemsize == 4 else sizes.hidden * sizes.itemsize
         nbytes = self._copies(sizes) * (copied + self._activation(sizes) + 3 * NUMBER)
         nbytes += sizes.rows * self.model.experts * 3 * sizes.wide

@@ -11,21 +11,30 @@ from torch import nn
 
 from megatron.config.model_flags import ModelFlags
 from megatron.config.moe import BALANCING_LOSSES, ROUTER_SUMS
-from megatron.kernels.activations import ACTIVATIONS
+from megatron.kernels.activations import implementations
 from megatron.kernels.dropout import jitter, seeded
 from megatron.kernels.grouped_linear import (
     Copies,
     Counts,
+    add_bias,
     combine,
     dispatch,
+    grouped_linear,
     in_one_call,
     weighted_swiglu,
 )
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.linear_implementations import Gemms
+from megatron.kernels.linear_implementations import Gemms, ParameterGemms
 from megatron.kernels.rows import RowModule
 from megatron.model.blocks.mlp.module import MLP
-from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, RouterStep, Seeds
+from megatron.model.blocks.module import (
+    AddLoss,
+    BlockModule,
+    LayerInputs,
+    Recompute,
+    RouterStep,
+    Seeds,
+)
 from megatron.model.blocks.moe.facts import MixtureOfExperts
 from megatron.parallel.collectives import (
     all_gather,
@@ -48,20 +57,6 @@ if TYPE_CHECKING:
     from megatron.parallel.fp8 import LayerScaling
 
 
-class _AddLoss(torch.autograd.Function):
-    """`x` itself; in backward `loss` gets the gradient `scale`, as if it were added to the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        ctx.dtype = loss.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return grad, torch.full((), ctx.scale, dtype=ctx.dtype, device=grad.device), None
-
-
 def random_logits(logits: torch.Tensor, seed: int) -> torch.Tensor:
     """Normal random numbers in the place of logits [n, experts], which get their gradient: a pure
     function of (seed, shape) on a kind of device."""
@@ -74,8 +69,9 @@ def top_experts(scores: torch.Tensor, config: ModelFlags) -> torch.Tensor:
     those whose best experts together have the largest (DeepSeek-V2 and V3)."""
     k = config.moe_router_topk
     if config.moe_router_num_groups and config.moe_router_group_topk:
+        assert config.group_score_topk is not None
         groups = scores.unflatten(1, (config.moe_router_num_groups, -1))
-        best = groups.topk(k // config.moe_router_group_topk).values.sum(-1)
+        best = groups.topk(config.group_score_topk).values.sum(-1)
         chosen = best.topk(config.moe_router_group_topk).indices
         not_chosen = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
         scores = groups.masked_fill(not_chosen.unsqueeze(-1), -torch.inf).flatten(1)
@@ -98,22 +94,18 @@ def select_experts(
     logits: torch.Tensor, config: ModelFlags, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits [n, experts] -> (probabilities, numbers) [n, topk] of the selected experts.
-    `bias` [experts] is added to scores other than softmax for the selection alone."""
-    if config.moe_router_score_function != "softmax":
-        scores = expert_scores(logits, config)
-        experts = top_experts(scores if bias is None else scores + bias, config)
-        probs = scores.gather(1, experts)
-        if config.moe_router_topk > 1:
-            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
-    elif config.moe_router_pre_softmax:
-        scores = expert_scores(logits, config)
-        experts = top_experts(scores, config)
-        probs = scores.gather(1, experts)
-    else:
-        experts = top_experts(logits, config)
+    `bias` [experts] is added to scores for the selection alone."""
+    after = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+    scores = logits if after and bias is None else expert_scores(logits, config)
+    experts = top_experts(scores if bias is None else scores + bias, config)
+    if after:
         wide = torch.promote_types(logits.dtype, torch.float32)
         probs = logits.gather(1, experts).softmax(-1, dtype=wide)
-    return probs * (config.moe_router_topk_scaling_factor or 1.0), experts
+    else:
+        probs = scores.gather(1, experts)
+        if config.moe_router_score_function != "softmax" and config.normalizes_scores:
+            probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+    return probs * config.router_scale, experts
 
 
 def within_capacity(scores: torch.Tensor, capacity: int, policy: str) -> torch.Tensor:
@@ -151,7 +143,8 @@ def balancing_scores(logits: torch.Tensor, config: ModelFlags) -> torch.Tensor:
 
 
 class Router(nn.Module):
-    """Selects the experts of each token (Shazeer et al. 2017): weight [experts, h].
+    """Selects the experts of each token (Shazeer et al. 2017): weight [experts, h], bias [experts]
+    or none.
 
     Losses: load balancing (Fedus et al. 2021, Switch Transformer) over the tokens of a micro-batch,
     wherever they are, of each sequence, or (Qiu et al. 2025) of the iteration so far, and the
@@ -163,6 +156,7 @@ class Router(nn.Module):
         self.config = config
         self.number = n
         self.weight = params("weight")
+        self.bias = params.optional("bias")
         self.expert_bias = params.optional("expert_bias")
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64, None: self.weight.dtype}[
             config.moe_router_dtype
@@ -191,7 +185,8 @@ class Router(nn.Module):
             seed = step.seeds.seed(self.number, "router_input", self.tp_part)
             x = jitter(x, self.config.moe_input_jitter_eps, seed)
         dtype = torch.promote_types(self.dtype, x.dtype)
-        logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = nn.functional.linear(x.flatten(0, 1).to(dtype), self.weight.to(dtype), bias)
         if self.config.moe_router_force_load_balancing and step is not None and step.seeds:
             logits = random_logits(logits, step.seeds.seed(self.number, "router", self.tp_part))
         if self.config.sinkhorn:
@@ -271,7 +266,7 @@ class Router(nn.Module):
         if m.moe_z_loss_coeff:
             losses["z_loss"] = z_loss(logits, mask)
         for name, coeff in m.router_losses.items():
-            probs = _AddLoss.apply(probs, losses[name], coeff * step.loss_scale)
+            probs = AddLoss.apply(probs, losses[name], coeff * step.loss_scale)
         if m.moe_per_layer_logging:
             losses["router_entropy"] = entropy(balancing_scores(logits.detach(), m), mask)
         zero = logits.new_zeros(())
@@ -331,19 +326,28 @@ def entropy(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return (values if mask is None else values * mask).sum()
 
 
+class ExpertGemms(ParameterGemms):
+    """Those in the parameter dtype, of all experts at once."""
+
+    grouped_linear = staticmethod(grouped_linear)
+
+
 class GroupedLinear(LinearLayer):
     """A linear layer of every expert: weight [experts, out, in] or, gated, [experts, 2, out, in]
-    (gate first)."""
+    (gate first); bias [experts, (2,) out], which `Experts` adds."""
 
     weight: Parameter
+    gemms = ExpertGemms
 
     def __init__(
         self,
         weight: Parameter,
+        bias: Parameter | None = None,
         scaling: LayerScaling | None = None,
         kernels: Kernels = Kernels(),
     ):
         super().__init__(weight, scaling, kernels)
+        self.bias = bias
         # of most models with experts nearly all memory: zeros are not worth a pass over it
         self.weight.overwrites = self.accumulate and self.scaling is None
         self.in_one_call = self.scaling is None and in_one_call(weight)
@@ -373,7 +377,8 @@ class GroupedLinear(LinearLayer):
 
 
 class Experts(RowModule):
-    """The MLPs of all experts, each split over etp as a dense one is over tp."""
+    """The MLPs of all experts, each split over etp as a dense one is over tp; where there are
+    biases, linear_fc1's [experts, (2,) ffn] is split alike."""
 
     activation: Callable[..., torch.Tensor]
 
@@ -386,16 +391,20 @@ class Experts(RowModule):
         params: ParameterFactory,
         kernels: Kernels,
         recompute_activation: bool,
+        etp: int,
     ):
         super().__init__()
         self.config = config
+        self.etp = etp
         self.recompute_activation = recompute_activation
         self.fused_swiglu = kernels.fused_swiglu
         for name in ("linear_fc1", "linear_fc2"):
             scaling = params.scaling(name, experts=True)
-            self.add_module(name, GroupedLinear(params(f"{name}.weight"), scaling, kernels))
+            weight, bias = params(f"{name}.weight"), params.optional(f"{name}.bias")
+            self.add_module(name, GroupedLinear(weight, bias, scaling, kernels))
+        rows, numbers = implementations(config)
         spec = kernels.activation(config.activation, self.linear_fc1.weight)
-        self.choose("activation", ACTIVATIONS[config.activation], spec)
+        self.choose("activation", rows, spec, **numbers)
 
     @property
     def in_one_call(self) -> bool:
@@ -413,9 +422,16 @@ class Experts(RowModule):
         `grouped_linear`'s), with probabilities -> this rank's part of the sums of the results of
         each token's copies, [n, h]."""
         x = self.linear_fc1(x, counts, copies)
+        if self.linear_fc1.bias is not None:
+            x = add_bias(x, self.linear_fc1.bias.flatten(1), counts)
 
         def fc2(x: torch.Tensor) -> torch.Tensor:
-            return self.linear_fc2(x, counts, None, copies)
+            bias = self.linear_fc2.bias
+            if bias is None:
+                return self.linear_fc2(x, counts, None, copies)
+            y = self.linear_fc2(x, counts)
+            # the results of the expert-tensor-parallel ranks are added up
+            return combine(add_bias(y, bias, counts, probs / self.etp), copies)
 
         if self.recompute_activation and torch.is_grad_enabled():
             return recompute_input(fc2, self.activate, x, probs)
@@ -423,7 +439,7 @@ class Experts(RowModule):
 
     def activate(self, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Activation function, times the probabilities."""
-        if self.config.activation == "swiglu":
+        if self.config.activation == "swiglu" and not self.config.changed_glu:
             x = x.unflatten(-1, (2, -1))
             return weighted_swiglu(x, probs, self.fused_swiglu, self.activation)
         x = self.activation(x.unflatten(-1, (2, -1)) if self.config.gated else x)
@@ -473,7 +489,11 @@ class MoELayer(BlockModule):
         self.exchange = config.sends_to_experts and ctx.ep.size > 1
         self.router = Router(config, params.scope("router"), ctx, number)
         self.experts = Experts(
-            config, params.scope("experts"), kernels, recompute.includes("moe_act")
+            config,
+            params.scope("experts"),
+            kernels,
+            recompute.includes("moe_act"),
+            ctx.etp.size,
         )
         self.shared_experts = (
             SharedExpert(
@@ -540,16 +560,22 @@ class MoELayer(BlockModule):
         """A rank gets the copies for its own experts and sends the results back."""
         ep = self.ctx.ep
         order, counts = self.sort(experts)
+        # Of every rank, how many of its copies each expert gets: [source, owner of expert, its
+        # experts]. On the host too, since all_to_all needs lengths; this is the layer's one wait.
         counts = all_gather(counts.unsqueeze(0), ep)
         by_rank, on_host = (t.view(ep.size, ep.size, -1) for t in (counts, counts.cpu()))
         received = by_rank[:, ep.rank]  # [source, expert]
         send = on_host[ep.rank].sum(-1).tolist()
         receive = on_host[:, ep.rank].sum(-1).tolist()
+        # Sorted by expert, copies are sorted by owner as well: they leave in this order. What a
+        # capacity drops is behind them.
         order = order[: sum(send)]
         copies = Copies.of(order, self.topk, len(x))
         rows = all_to_all(dispatch(x, copies), ep, send, receive)
         weights = dispatch(probs.view(-1, 1), copies.single(order))
         weights = all_to_all(weights, ep, send, receive)
+        # What arrives is sorted by source, then by expert; experts want it by expert. The number of
+        # each row's expert, sorted stably, is that order.
         local = torch.arange(received.shape[1], device=x.device).repeat(ep.size)
         inner = local.repeat_interleave(received.flatten(), output_size=sum(receive))
         inner = inner.argsort(stable=True)

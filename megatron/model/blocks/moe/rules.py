@@ -17,12 +17,6 @@ def rule(f: Rules) -> Iterator[str]:
     yield from _sinkhorn(f)
     yield from _groups(f)
     yield from _widths(f)
-    if f.config.model.mlp_bias:
-        biases = "--add-mlp-bias" if f["add_mlp_bias"] else "biases in linear layers"
-        yield (
-            f"{f.say('num_experts')}: experts have no biases, but the model has {biases}; add "
-            "--disable-bias-linear, without --add-mlp-bias [experts-have-no-biases]"
-        )
     for name, off, remedy in (
         ("xielu", False, "use another activation function"),
         ("init_method_xavier_uniform", False, "use --init-method-std"),
@@ -62,7 +56,7 @@ def _expert_parallel(f: Rules) -> Iterator[str]:
         )
     ranks = data_ranks(p, f.world_size) * p.tensor_model_parallel_size
     instances = 1
-    if f["use_distributed_optimizer"] and f.ok("num_distributed_optimizer_instances"):
+    if p.shares_optimizer and f.ok("num_distributed_optimizer_instances"):
         instances = f["num_distributed_optimizer_instances"]
     if ranks % (p.expert_ranks * instances):
         instance = f" in each of {instances} optimizer instances" if instances > 1 else ""
@@ -80,17 +74,17 @@ def _router(f: Rules) -> Iterator[str]:
             f"{f.say('moe_router_topk')}: there are only {f['num_experts']} experts "
             "(--num-experts); use at most that [router-topk-above-num-experts]"
         )
-    if f["moe_router_score_function"] == "softmax":
-        if topk == 1 and not f["moe_router_pre_softmax"] and not f.config.model.sinkhorn:
+    if topk == 1 and f["moe_router_score_function"] == "softmax":
+        if not f["moe_router_pre_softmax"] and not f.config.model.sinkhorn:
             yield (
                 "--moe-router-topk 1: the softmax over one selected expert is always 1, and the "
                 "router would not learn; add --moe-router-pre-softmax [router-does-not-learn]"
             )
-        if f["moe_router_enable_expert_bias"]:
-            yield (
-                "--moe-router-enable-expert-bias: is not added to softmax scores; add "
-                "--moe-router-score-function sigmoid [flag-needs-other-flag]"
-            )
+    elif topk == 1 and f.config.model.normalizes_scores:
+        yield (
+            f"{f.say('moe_router_normalization')}: with --moe-router-topk 1 the probability is "
+            "always 1, and the router would not learn; omit it [router-does-not-learn]"
+        )
 
 
 def _balance(f: Rules) -> Iterator[str]:
@@ -122,6 +116,7 @@ def _sinkhorn(f: Rules) -> Iterator[str]:
         ("moe_router_pre_softmax", False),
         ("moe_router_topk_scaling_factor", None),
         ("moe_router_num_groups", None),
+        ("moe_router_enable_expert_bias", False),
     ):
         if f[name] != off:
             yield (
@@ -142,7 +137,15 @@ def _groups(f: Rules) -> Iterator[str]:
     if not f.ok(*names):
         return
     experts, topk = f["num_experts"], f["moe_router_topk"]
-    if experts % groups or topk % chosen or chosen > groups or topk // chosen > experts // groups:
+    of_group = f["moe_router_group_score_topk"]
+    if of_group is not None and groups <= experts and of_group > experts // groups:
+        yield (
+            f"{f.say('moe_router_group_score_topk')}: a group has {experts // groups} experts "
+            f"({f.say('num_experts')}, {f.say('moe_router_num_groups')}); use at most that "
+            "[router-groups-do-not-fit]"
+        )
+    uneven = of_group is None and topk % chosen
+    if experts % groups or uneven or chosen > groups or topk > chosen * (experts // groups):
         yield (
             f"{f.say('moe_router_num_groups')} and {f.say('moe_router_group_topk')}: "
             f"{f.say('num_experts')} must be a multiple of the groups, {f.say('moe_router_topk')} "

@@ -1,8 +1,8 @@
 """Command lines that are refused or noted: the code of what each says, and the flags that the line
 names.
 
-The texts are in tests/golden/messages.txt and in messages.txt of the features, which `python -m
-tests.rewrite_messages` writes from cases.txt.
+They are rows of cases.txt, each with the texts below it that `python -m tests.rewrite_messages`
+writes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import contextlib
 import io
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron import addons
 from megatron.config import command_line
 from megatron.features.registry import RunConfig
 from tests.core.config.checks.checked_flags import BASE
@@ -21,6 +23,7 @@ from tests.forkrun import ROOT
 from tests.problems import CODE
 
 CORE = Path(__file__).parent / "cases.txt"
+TEXT = "    "  # begins the lines of texts
 BASES = {
     "": BASE,
     "samples": BASE.replace("--train-iters 10", "--train-samples 100"),
@@ -72,23 +75,29 @@ class Case(NamedTuple):
 
 
 def files() -> list[Path]:
-    """The files of cases: the core's, and those of features."""
-    return [CORE, *sorted((ROOT / "tests" / "features").glob("*/cases.txt"))]
+    """The files of cases: the core's, and those of features and add-ons."""
+    return [CORE, *sorted(ROOT.glob("tests/features/*/cases.txt")), *addons.files("cases.txt")]
 
 
-def cases(file: Path) -> list[Case]:
-    """All rows of a file."""
+def rows(file: Path) -> Iterator[tuple[str, Case | None]]:
+    """The lines of a file without the texts, and the case that a line is."""
     base = ""
-    found = []
-    for row in file.read_text().splitlines():
+    for row in file.read_text(encoding="utf-8").splitlines():
+        case = None
         if row.startswith("=="):
             base = row.rpartition("(")[2].rstrip(")") if row.endswith(")") else ""
-        elif row and not row.startswith("#"):
+        elif row and not row.startswith(("#", TEXT)):
             code, named, flags, *more = row.split(" | ")
             ranks = [int(each.split()[0]) for each in more if each.endswith(" ranks")] or [1]
             drop = [each.split()[1] for each in more if each.startswith("without ")] or [""]
-            found.append(Case(code, named.split(), shlex.split(flags), ranks[0], base, drop[0]))
-    return found
+            case = Case(code, named.split(), shlex.split(flags), ranks[0], base, drop[0])
+        if not row.startswith(TEXT):
+            yield row, case
+
+
+def cases(file: Path) -> list[Case]:
+    """All cases of a file."""
+    return [case for _, case in rows(file) if case]
 
 
 def lay_out(folder: Path) -> None:
@@ -101,7 +110,7 @@ def lay_out(folder: Path) -> None:
     _write(folder / "vocab.json", "{}")
     _write(folder / "bad.json", "{train: 1}")
     _write(folder / "keys.json", '{"training": ["a"]}')
-    _write(folder / "stage3.json", '{"zero_optimization": {"stage": 3}}')
+    _write(folder / "stage4.json", '{"zero_optimization": {"stage": 4}}')
     _write(folder / "batch.json", '{"train_micro_batch_size_per_gpu": 8}')
     _write(folder / "list.json", '{"train": {"a": 1}}')
     for name in ("void", "packed/none", "run/iter_0000010", "run/iter_0000020"):

@@ -74,6 +74,13 @@ def test_a_wrong_string_names_the_position(layout, position):
     assert "\n" not in str(error.value)
 
 
+def test_layers_of_multi_token_prediction_are_before_the_loss():
+    assert parse_layout("Ett|ttmmL", 4, 2, depths=2) == parse_layout("Ett|ttL", 4, 2)
+    for layout, position in (("Ett|ttmL", 6), ("Ett|mttL", 6), ("Ett|ttmm|L", 9), ("mEtt|ttL", 1)):
+        with pytest.raises(ValueError, match=f"character {position}: "):
+            parse_layout(layout, 4, 2, depths=2)
+
+
 def test_virtual_stages_must_be_those_typed():
     assert parse_layout("E|tt|t|tL", 4, 2, 2) == parse_layout("E|tt|t|tL", 4, 2)
     with pytest.raises(ValueError, match="4 virtual stages"):

@@ -13,7 +13,8 @@ import pytest
 
 from megatron.data.object_storage import block_cache, mirror
 from megatron.data.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
-from megatron.data.object_storage.read_ahead import Ahead, ReadAhead
+from megatron.data.object_storage.read_ahead import ReadAhead
+from megatron.data.samples import Ahead
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 from tests.core.data.object_storage.stored import stored_file
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.data.megatron_order import check_tokenizer
 from megatron.data.object_storage import block_cache, mirror
-from megatron.data.object_storage.block_cache import BlockCache, Needed, StoredFile
+from megatron.data.object_storage.block_cache import BlockCache, StoredFile
 from megatron.data.plan_table import Row
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
@@ -238,24 +238,6 @@ def test_a_file_that_is_replaced_while_it_is_read(
     }
 
 
-@pytest.mark.parametrize("end", ["idx", "bin"])
-def test_a_file_that_is_replaced_while_the_index_is_copied(
-    end: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = mirror._copy
-
-    def replaced_meanwhile(*words: object) -> None:
-        copy(*words)
-        shutil.copy(store / f"b.{end}", store / f"a.{end}")
-
-    data = of_store(tmp_path / "cache", store, data_path=("@/a",), split="1,0,0")
-    with monkeypatch.context() as patch:
-        patch.setattr(mirror, "_copy", replaced_meanwhile)
-        with problems.raises(ValueError, "object-store-changed", f"a.{end}"):
-            build_datasets(data, **SIZES)
-    assert not list((tmp_path / "cache" / "files").glob("*/"))
-
-
 @pytest.fixture
 def stored(store: Path) -> StoredFile:
     path = store / "a.bin"
@@ -313,43 +295,6 @@ def test_what_was_used_longest_ago_goes_first(stored: StoredFile, tmp_path: Path
         cache.read(stored, number * BLOCK, 1)
     names = {path.name for path in (tmp_path / "cache").glob("blocks/*/*")}
     assert names == {f"{number:08x}" for number in (0, 1, 2, 4)}
-
-
-def test_the_order_of_blocks_is_kept_between_scans(
-    stored: StoredFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scan for each turnover of the cache, while nobody is locked out; between two of them a
-    block that is needed again, or removed by another process, is passed over."""
-    bound = 4
-    cache = BlockCache(str(tmp_path / "cache"))
-    cache.set_bound(bound * 4096)
-    scan = BlockCache._blocks
-    scans = 0
-
-    def counted(self: BlockCache) -> object:
-        nonlocal scans
-        scans += 1
-        with cache.locked():
-            return scan(self)
-
-    monkeypatch.setattr(BlockCache, "_blocks", counted)
-
-    def names() -> set[int]:
-        return {int(path.name, 16) for path in (tmp_path / "cache").glob("blocks/*/*")}
-
-    for number in range(5):
-        cache.read(stored, number * BLOCK, 1)
-    assert names() == {1, 2, 3, 4} and scans == 1
-    with cache.locked():
-        assert cache.announce([Needed(stored, 1)], time.time_ns()) == []
-    cache._remove(cache._path(stored, 2))
-    for number in (5, 6):
-        cache.read(stored, number * BLOCK, 1)
-    assert names() == {1, 4, 5, 6} and scans == 1
-    for number in range(7, 19):
-        cache.read(stored, number * BLOCK, 1)
-        assert filled(tmp_path / "cache") <= bound * 4096
-    assert names() == {15, 16, 17, 18} and scans == 4
 
 
 def test_a_full_disk_is_one_error(
@@ -420,14 +365,3 @@ def test_the_cache_is_of_this_user_alone(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with problems.raises(ValueError, "object-storage-cache-not-private", tmp_path / "cache"):
         BlockCache(str(tmp_path / "cache"))
-
-
-def test_a_cache_that_others_may_write_to_is_refused_before_data_are_read(
-    store: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    (tmp_path / "cache").chmod(0o777)
-    data = of_store(tmp_path / "cache", store, data_path=("@/a",))
-    with problems.raises(ValueError, "object-storage-cache-not-private", tmp_path / "cache"):
-        build_datasets(data, **SIZES)
-    assert not list((tmp_path / "cache").iterdir())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from tests.core.data.corpora import build_datasets, data_flags
+from tests.pairs import PairWriter
 
 
 class Listed:
@@ -31,7 +31,7 @@ class Listed:
 
 def write_pair(prefix: Path, samples: list[list[int]]) -> str:
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetBuilder(prefix, np.int32) as builder:
+    with PairWriter(prefix, np.int32) as builder:
         for sample in samples:
             builder.add_document(np.array(sample, np.int32), [len(sample)])
     return str(prefix)

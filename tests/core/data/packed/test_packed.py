@@ -13,11 +13,11 @@ from megatron.data.data_order import data_order_differences, data_order_fingerpr
 from megatron.data.packed import packed_dataset
 from megatron.data.packed.build import open_files
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from tests import problems
 from tests.core.data.packed.packed_files import Listed, build, write_file, write_pair
+from tests.pairs import PairWriter
 
 MODES = ("pieces", "blocks", "padded")
 
@@ -196,7 +196,7 @@ def test_the_subsets_are_the_directories_by_name(tmp_path):
 def test_documents_of_several_sequences_are_samples(tmp_path):
     samples = [ids(1 + n, 2 + n % 7) for n in range(30)]
     once = build([write_pair(tmp_path / "once", samples)])[0]
-    with IndexedDatasetBuilder(tmp_path / "several", np.int32) as builder:
+    with PairWriter(tmp_path / "several", np.int32) as builder:
         for sample in samples:
             builder.add_document(np.array(sample, np.int32), [1, len(sample) - 1])
     again = build([str(tmp_path / "several")])[0]
@@ -257,11 +257,6 @@ def test_where_the_tokens_of_a_row_stand(tmp_path):
         dataset.samples_showing(dataset.prefixes()[0], 30)
 
 
-def test_negative_ids_are_read_and_not_predicted(tmp_path):
-    dataset = build([write_pair(tmp_path / "sft", [[-5, -6, 7, 8, -9, 10, 11, 12]])])[0]
-    assert dataset[0][:2].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12], [0, 7, 8, 0, 10, 11, 12, 0]]
-
-
 @pytest.mark.parametrize(
     ("samples", "code", "named"),
     [
@@ -308,12 +303,3 @@ def test_a_file_must_belong_to_one_subset(names, message, tmp_path):
         write_file(tmp_path / f"{name}.bin", [ids(1, 9)])
     with pytest.raises(ValueError, match=message):
         open_files([str(tmp_path)])
-
-
-def test_a_parent_with_the_name_of_a_subset_does_no_harm(tmp_path):
-    write_file(tmp_path / "en/data/cn/a.bin", [ids(1, 9)])
-    write_file(tmp_path / "en/data/en/a.bin", [ids(1, 9)])
-    assert [s for s, _ in open_files([str(tmp_path / "en/data")])[1]] == ["cn", "en"]
-    with problems.raises(FileNotFoundError, "packed-folder-without-data", ".bin"):
-        (tmp_path / "empty").mkdir()
-        open_files([str(tmp_path / "empty")])

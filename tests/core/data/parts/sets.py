@@ -10,7 +10,7 @@ import numpy as np
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.pair_checksums import describe_with_sums
 from megatron.data.parts.part_set import PartSet
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
+from tests.pairs import PairWriter
 
 MAKER = {"class": "ByteTokenizer", "fingerprint": "f"}
 
@@ -25,7 +25,7 @@ def cut_in_parts(source: str, target: Path, ends: Sequence[int], tasks: int = 3)
     for number, end in enumerate(ends):
         part = parts.part(number)
         tokens = 0
-        with IndexedDatasetBuilder(part, corpus.dtype) as builder:
+        with PairWriter(part, corpus.dtype) as builder:
             for document in range(first, end):
                 sequences = [corpus[n] for n in corpus.sequences_of(document)]
                 ids = np.concatenate([np.zeros(0, corpus.dtype), *sequences])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from megatron.data.blend.paths import expand
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.parts import part_set
-from megatron.data.preprocess.dataset_writer import IndexedDatasetBuilder
 from megatron.data.tokenizers import metadata
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
@@ -74,44 +72,6 @@ def test_every_way_to_read_it(pair: str, parts: str) -> None:
     assert all(np.array_equal(one[number], other[number]) for number in range(len(one)))
     # bytes of several parts at once
     assert np.array_equal(one._read(0, 500), other._read(0, 500))
-
-
-def test_sequences_of_documents(tmp_path: Path) -> None:
-    """Documents with no sequence, and with several."""
-    with IndexedDatasetBuilder(tmp_path / "pair", np.int32) as builder:
-        for count in (0, 3, 1, 0, 2, 0):
-            builder.add_document(np.arange(4 * count), [4] * count)
-    one = IndexedDataset(tmp_path / "pair")
-    other = IndexedDataset(cut_in_parts(str(tmp_path / "pair"), tmp_path / "set", [2, 4, 6]))
-    assert one.identity == other.identity
-    assert np.array_equal(one.document_indices, other.document_indices)
-
-
-def test_a_blend_and_packed_samples(tmp_path: Path, pair: str, parts: str) -> None:
-    second = write_corpus(tmp_path / "second", [50] * 20, seed=2, vocab=250)
-    for flags in (
-        {"data_path": ["1", "{}", "3", second], "split": "1,0,0"},
-        {"train_data_path": ["{}"], "packed_samples": True},
-    ):
-        rows = []
-        for prefix in (pair, parts):
-            given = {
-                name: [word.format(prefix) for word in value] if isinstance(value, list) else value
-                for name, value in flags.items()
-            }
-            train = build_datasets(
-                data_flags(**given),
-                sizes=(60, 0, 0),
-                sequence_length=16,
-                seed=5,
-                micro_batch_size=2,
-                global_batch_size=4,
-            )[0]
-            rows.append([np.asarray(train[number]) for number in range(len(train))])
-        for one, other in zip(*rows, strict=True):  # of packed rows without the subset, a file name
-            assert (
-                np.array_equal(one[:3], other[:3]) if one.ndim > 1 else np.array_equal(one, other)
-            )
 
 
 @pytest.mark.parametrize("order", ["megatron", "epoch"])
@@ -212,19 +172,6 @@ def test_more_parts_than_files_may_be_open(
     for number in [*range(90), *reversed(range(90))]:
         assert np.array_equal(corpus[number], one[number])
     assert len(os.listdir("/proc/self/fd")) <= open_before + 3
-
-
-@pytest.mark.campaign
-def test_a_thousand_parts_are_opened_in_a_quarter_of_a_millisecond_each(tmp_path: Path) -> None:
-    pair = write_corpus(tmp_path / "pair", [20] * 3000, seed=1, vocab=250)
-    parts = cut_in_parts(pair, tmp_path / "set", list(range(3, 3001, 3)))
-    assert IndexedDataset(parts).identity == IndexedDataset(pair).identity
-    spent = []
-    for _ in range(3):
-        before = time.process_time()
-        IndexedDataset(parts)
-        spent.append(time.process_time() - before)
-    assert min(spent) < 0.25
 
 
 NONSENSE = (0, -5, True, 1.5, 10**400, "x", "", None, [], [0], {}, {"a": 1}, [None, "x"])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron.kernels import activations, linear, norms, rotary
 from megatron.kernels.cpu import native
+from megatron.kernels.cpu.blocking import FEW
 
 LOADED = native.load(torch.backends.cpu.get_cpu_capability())
 pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=str(LOADED))
@@ -29,7 +30,7 @@ def rotated(x):
 WIDTHS = [1, 15, 16, 17, 37, 64, 130]
 CASES = {
     "gelu": (
-        lambda w: [(33, w)],
+        lambda w: [(FEW, w)],
         lambda x: activations.gelu(x, True),
         lambda x: F.gelu(x, approximate="tanh"),
     ),
@@ -220,13 +221,6 @@ def test_without_the_right_build_there_is_a_reason(monkeypatch, file):
     assert "version" in load(file, 1, "AVX2")
 
 
-def test_a_wrong_slope_is_seen(monkeypatch):
-    real = native.gelu_grad
-    monkeypatch.setattr(native, "gelu_grad", lambda x, grad: real(x, grad) * 1.01)
-    with pytest.raises(AssertionError):
-        assert_formula("gelu", draw([(33, 17)], torch.bfloat16), torch.bfloat16)
-
-
 @pytest.mark.parametrize("rows, width", [(1, 1), (17, 33), (32, 16), (47, 128), (96, 65)])
 def test_a_transposed_matrix_is_contiguous(rows, width):
     x = draw([(rows, width)], torch.float32)[0].detach()
@@ -244,19 +238,6 @@ def test_a_gradient_is_added_in_fp32(dtype, shape):
     total = torch.full(shape, 1000.0)
     native.add(x, total)
     assert torch.equal(total, 1000.0 + x.float())
-
-
-def test_bf16_is_rounded_to_the_nearest_even():
-    # halves between two numbers of bf16, a little more, a little less; infinities and NaN
-    wide = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F817FFF, 0x7F800000, 0x7FC00000])
-    wide = torch.cat((wide, -(2**31) + wide)).to(torch.int32).view(torch.float32)
-    one = torch.ones(1, 1, 1, len(wide) * 2, dtype=torch.bfloat16)
-    rounded = native.rotate(
-        one, *[t.reshape(1, 1, 1, -1) for t in (wide, torch.zeros_like(wide))], 1
-    )
-    torch.testing.assert_close(
-        rounded.flatten()[: len(wide)], wide.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

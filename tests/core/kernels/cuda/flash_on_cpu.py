@@ -4,7 +4,6 @@ device's own generator in forward, from the state it had in backward."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -18,21 +17,51 @@ def mask(p: float, state: int, shape: tuple[int, ...]) -> torch.Tensor:
     return (drawn >= p).double() / (1 - p)
 
 
+def _scores(q, k, scale):
+    """[b, n, s, s] of q and k [b, s, n, d]; causal."""
+    scores = torch.einsum("bind,bjnd->bnij", q, k) * scale
+    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+
+
 def _attend(q, k, v, ends, p, scale, state):
-    """[b, s, n, d], or [tokens, n, d] cut at `ends`; causal."""
+    """(result, log-sum-exp [..., n, s]) of [b, s, n, d], or of [tokens, n, d] cut at `ends`."""
     if ends is not None:
         cuts = ends.diff().tolist()
         parts = zip(*(t.split(cuts) for t in (q, k, v)), strict=True)
-        return torch.cat(
-            [_attend(*(t[None] for t in part), None, p, scale, state)[0] for part in parts]
+        results = [_attend(*(t[None] for t in part), None, p, scale, state) for part in parts]
+        return tuple(
+            torch.cat([t[0] for t in each], -i) for i, each in enumerate(zip(*results, strict=True))
         )
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    scores = torch.einsum("bind,bjnd->bnij", q, k) * scale
-    later = torch.ones(scores.shape[-2:]).triu(1).bool()
-    probs = scores.masked_fill(later, -torch.inf).softmax(-1)
+    scores = _scores(q, k, scale)
+    probs = scores.softmax(-1)
     if p:
         probs = probs * mask(p, state, probs.shape).to(probs.dtype)
-    return torch.einsum("bnij,bjnd->bind", probs, v)
+    return torch.einsum("bnij,bjnd->bind", probs, v), scores.logsumexp(-1)
+
+
+def _gradients(grad, q, k, v, out, sums, ends, p, scale, state):
+    """Of q, k and v, by result and log-sum-exp as they are given."""
+    if ends is not None:
+        cuts = ends.diff().tolist()
+        pieces = [*(t.split(cuts) for t in (grad, q, k, v, out)), sums.split(cuts, -1)]
+        parts = zip(*pieces, strict=True)
+        results = [_gradients(*(t[None] for t in part), None, p, scale, state) for part in parts]
+        return tuple(torch.cat([t[0] for t in each]) for each in zip(*results, strict=True))
+    heads, groups = q.shape[2], k.shape[2]
+    k, v = (t.repeat_interleave(heads // groups, 2) for t in (k, v))
+    probs = (_scores(q, k, scale) - sums.unsqueeze(-1)).exp()
+    grad_probs = torch.einsum("bind,bjnd->bnij", grad, v)
+    dropped = probs
+    if p:
+        factors = mask(p, state, probs.shape).to(probs.dtype)
+        dropped, grad_probs = probs * factors, grad_probs * factors
+    delta = (grad * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    grad_scores = probs * (grad_probs - delta) * scale
+    grad_k = torch.einsum("bnij,bind->bjnd", grad_scores, q)
+    grad_v = torch.einsum("bnij,bind->bjnd", dropped, grad)
+    grad_k, grad_v = (t.unflatten(2, (groups, heads // groups)).sum(3) for t in (grad_k, grad_v))
+    return torch.einsum("bnij,bjnd->bind", grad_scores, k), grad_k, grad_v
 
 
 def _forward(q, k, v, ends, ends_k, s, s_k, p, causal, debug, *, scale=None, **more):
@@ -42,8 +71,9 @@ def _forward(q, k, v, ends, ends_k, s, s_k, p, causal, debug, *, scale=None, **m
     if p:
         seed = torch.default_generator.initial_seed()
         torch.rand(1)  # as the kernel, it goes on
-    out = torch.empty_like(q).copy_(_attend(q, k, v, ends, p, scale, seed))
-    sums = q.new_empty(q.shape[:-1], dtype=torch.float32).transpose(-1, -2).contiguous()
+    result, sums = _attend(q, k, v, ends, p, scale, seed)
+    out = torch.empty_like(q).copy_(result)
+    sums = sums.contiguous()
     state = torch.tensor([seed, 0], dtype=torch.uint64)
     return out, sums, state, torch.empty((), dtype=torch.uint64), q.new_empty(0)
 
@@ -51,13 +81,7 @@ def _forward(q, k, v, ends, ends_k, s, s_k, p, causal, debug, *, scale=None, **m
 def _backward(
     grad, q, k, v, out, sums, ends, ends_k, s, s_k, p, causal, state, unused, *, scale=None, **more
 ):
-    def grads():
-        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-        again = _attend(*leaves, ends, p, scale, state[0].item())
-        return torch.autograd.grad(again, leaves, grad)
-
-    with ThreadPoolExecutor(1) as pool:  # inside an operation torch records no derivatives
-        return pool.submit(grads).result()
+    return _gradients(grad, q, k, v, out, sums, ends, p, scale, state[0].item())
 
 
 @contextmanager

@@ -154,6 +154,14 @@ def masks(dtype: torch.dtype) -> None:
         out = torch.ops.megatron.drop(x, 0.1, torch.tensor(seed))
         keep = philox(seed, torch.arange(x.numel())).view(x.shape) >= 0.1
         assert torch.equal(out != 0, keep & (x != 0)) and 0.85 < keep.float().mean() < 0.95
+        # as where the seed is on the device
+        loaded = torch.empty_like(out)
+        size = x.numel()
+        triton_kernels._drop_kernel[triton_kernels._grid(size)](
+            *(x, x, loaded, size, 0.1, 1 / 0.9, torch.tensor(seed)),
+            **dict(LOAD=True, ADD=False, WIDE=False, BLOCK=triton_kernels.BLOCK),
+        )
+        assert torch.equal(loaded, out)
         for wide in {dtype, torch.float32}:
             residual = torch.randn(3, 1000).to(wide)
             leaves = [t.clone().requires_grad_() for t in (x, residual)]
@@ -174,7 +182,7 @@ def norms(dtype: torch.dtype) -> None:
         for parameters in ((weight, bias), (weight,)):
             ours = [t.clone().requires_grad_() for t in (x + 1, *parameters)]
             wide = [t.detach().double().requires_grad_() for t in ours]
-            got = fused_ops.Norm.apply(*ours, *[None] * (len(parameters) == 1), 1e-5)
+            got = fused_ops.FusedNorm.apply(*ours, *[None] * (len(parameters) == 1), 1e-5)
             if len(parameters) == 2:
                 wanted = F.layer_norm(wide[0], (width,), *wide[1:], 1e-5)
             else:
@@ -289,7 +297,7 @@ def fp8_casts(shape: tuple[int, ...], x_dtype: torch.dtype, dtype: torch.dtype) 
     x[..., 0, 1] = beyond
     x[..., -1, -1] = -beyond
     for one in (x, x.mT.contiguous().mT):
-        wanted = fp8.cast(one, dtype, fp8.Scale(scale, scale))
+        wanted = fp8.cast(one, dtype, fp8.TensorScale(scale, scale))
         for rows, columns in ((True, True), (True, False), (False, True)):
             found = torch.ops.megatron.fp8_cast(one, scale, dtype, rows, columns)
             for got, expected, there in zip(found, wanted, (rows, columns), strict=False):

@@ -37,8 +37,13 @@ KERNELS = {
         240,
     ),
     "rotate, nothing": (ROTATE, HEADS | {"HALF": 0, "WIDTH": 1, "REST": 128}, 100),
-    "drop": (DROP, {"ADD": False, "WIDE": True, "BLOCK": 1024}, 850),
-    "drop, added": (DROP, {"ADD": True, "WIDE": True, "BLOCK": 1024}, 850),
+    "drop": (DROP, {"LOAD": False, "ADD": False, "WIDE": True, "BLOCK": 1024}, 850),
+    "drop, added": (DROP, {"LOAD": False, "ADD": True, "WIDE": True, "BLOCK": 1024}, 850),
+    "drop, seed loaded": (
+        DROP | {"seed": "*i64"},
+        {"LOAD": True, "ADD": True, "WIDE": True, "BLOCK": 1024},
+        850,
+    ),
     "norm_backward": (NORM, {"CENTERED": True, "ROWS": 4, "BLOCK": 1024}, 1100),
     "norm_backward, RMS": (NORM, {"CENTERED": False, "ROWS": 4, "BLOCK": 1024}, 750),
     "column_sums": (NORM, {"ROWS": 16, "BLOCK": 256}, 400),
@@ -57,7 +62,9 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(x, marks=pytest.mark.campaign) for x in (80, 100))]
+)
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_compile(name, capability):
     triton = pytest.importorskip("triton")

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron import device as devices
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import cu_seqlens, select
+from megatron.kernels import cu_seqlens, libraries, select
 from megatron.kernels import flash_attention as flash_package
-from megatron.kernels.attention_spec import AttentionSpec
+from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import torch_flash
 from megatron.kernels.qkv import split_qkv
 from megatron.kernels.rotary import apply_rotary
@@ -27,8 +27,8 @@ CUDA = torch.device("cuda", 0)
 
 
 def flash(q, k, v, dropout=0.0, seed=None, document_ids=None):
-    spec = AttentionSpec.of(q, k, v, SCALE, dropout, document_ids is not None)
-    return torch_flash.flash_attention(q, k, v, spec, document_ids, seed)
+    spec = AttentionSpec.of(q, k, v, SCALE, dropout=dropout, documents=document_ids is not None)
+    return torch_flash.flash_attention(q, k, v, AttentionCall(spec, document_ids, seed))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,6 +139,7 @@ def test_selection(monkeypatch, dtype, head_dim, new, chosen, dropout, masked):
 
 
 def test_layers_with_dropout_or_documents_reach_it(monkeypatch):
+    monkeypatch.setattr(libraries, "cuda_only", lambda device: None)
     monkeypatch.setattr(torch_flash, "unavailable_reason", lambda *_: None)
     q, k, v, _ = inputs(dtype=torch.float32)
     CALLS.clear()

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import filesystem, store
+from megatron.checkpoint import filesystem, reading, store
 from megatron.checkpoint.async_writer import Writer
 from megatron.checkpoint.state import RunState
 from megatron.config import run_directory
-from megatron.training import loop
 from megatron.training.checkpointing import save
 from tests.core.training.checkpointing.saving_runs import run
-from tests.forkrun import RanksFailed
 from tests.problems import numbers
 from tests.runs import EXACT, same_tensors
 
@@ -114,129 +112,60 @@ def test_the_bytes_of_a_save_that_stands_still(plain, data, tmp_path):
     assert beside.saved == [2, 4, 6, 7]
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_in_the_writer_is_one_warning(data, tmp_path, rank):
-    hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "full")
-    done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert run_directory.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
-    warnings = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
-    assert len(warnings) == 1 and os.strerror(errno.ENOSPC) in warnings[0], done.first_rank_log
-    assert "iteration 4: " in warnings[0] and "iteration 2; " in warnings[0]
-    assert sorted(path.name for path in done.save.iterdir() if path.name.startswith(".")) == []
+CI = pytest.mark.campaign
+FAULTS = [
+    # rank, the save, the fault, the checkpoints then, synchronous saves
+    pytest.param(0, 4, "full", [2, 6, 7], [], marks=CI),
+    pytest.param(1, 4, "full", [2, 6, 7], [], marks=CI),
+    (0, 4, "kill", [2, 6, 7], [6, 7]),
+    pytest.param(1, 4, "kill", [2, 6, 7], [6, 7], marks=CI),
+    # the last save is made again, without the writer that died in it
+    pytest.param(1, 7, "kill", [2, 4, 6, 7], [7], marks=CI),
+]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.campaign)])
-def test_a_writer_that_dies_is_said_and_the_run_saves_without_it(data, tmp_path, rank):
-    hook = functools.partial(hold_the_writer, rank, "write", ".iter_0000004", "kill")
+@pytest.mark.parametrize(("rank", "at", "fault", "saved", "synchronous"), FAULTS)
+def test_a_fault_in_a_writer_costs_its_save_at_most(
+    data, tmp_path, rank, at, fault, saved, synchronous
+):
+    """A full disk is one warning; a writer that dies is said, and the run saves without it."""
+    hook = functools.partial(hold_the_writer, rank, "write", f".iter_{at:07d}", fault)
     done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert run_directory.iterations(done.save) == [2, 6, 7] and store.latest(done.save) == 7
+    assert run_directory.iterations(done.save) == saved and reading.latest(done.save) == 7
+    assert done.saved == saved
+    assert not list(done.save.glob(".*.tmp-*"))
     text = done.first_rank_log + (tmp_path / "log.1").read_text()
-    assert text.count("(exit code -9)") == 1, text
     pauses = [numbers(line) for line in text.splitlines() if "--async-save: saving synch" in line]
-    assert pauses == [[rank, 6], [rank, 7]], text
+    assert pauses == [[rank, iteration] for iteration in synchronous], text
+    assert text.count("(exit code -9)") == (fault == "kill"), text
+    if fault == "full":
+        [warning] = [line for line in done.first_rank_log.splitlines() if "WARNING" in line]
+        assert os.strerror(errno.ENOSPC) in warning
+        assert "iteration 4: " in warning and "iteration 2; " in warning
+    elif at == 7:
+        assert text.count("iteration 7: rank 1: ") == 1, text
 
 
 @pytest.mark.campaign
-def test_the_last_save_is_made_without_a_writer_that_died_in_it(data, tmp_path):
-    hook = functools.partial(hold_the_writer, 1, "write", ".iter_0000007", "kill")
-    done = run(tmp_path, data, 2, "--async-save", hook=hook)
-    assert run_directory.iterations(done.save) == [2, 4, 6, 7] and store.latest(done.save) == 7
-    text = done.first_rank_log
-    assert text.count("iteration 7: rank 1: ") == 1, text
-    assert done.saved == [2, 4, 6, 7], text
-
-
-@pytest.mark.campaign
-def test_the_last_save_that_a_writer_cannot_make_is_an_error(data, tmp_path):
-    with pytest.raises(RanksFailed, match="exit codes|CheckpointError"):
-        run(
-            tmp_path,
-            data,
-            1,
-            "--async-save",
-            hook=functools.partial(hold_the_writer, 0, "write", ".iter_0000007", "full"),
-        )
-    assert store.latest(tmp_path / "save") == 6 and run_directory.iterations(tmp_path / "save") == [
-        2,
-        4,
-        6,
-    ]
-
-
-def not_a_number_in_3() -> None:
-    """A hook: the save of 2 is held until it is waited for, and the loss of iteration 3 is no
-    number."""
-    settle_only_when_due(0)
-    step = loop.train_step
-
-    def bad(run, forward_step, samples, iteration, own):
-        def forward(batch, model):
-            total, count, _ = forward_step(batch, model)
-            return (total * float("nan"), count) if iteration == 3 else (total, count)
-
-        return step(run, forward, samples, iteration, own)
-
-    loop.train_step = bad
-
-
-@pytest.mark.campaign
-def test_a_loss_that_is_no_number_costs_no_save(data, tmp_path):
-    with pytest.raises(RanksFailed, match="loss-not-finite"):
-        run(tmp_path, data, 2, "--async-save", hook=not_a_number_in_3)
-    assert (
-        store.latest(tmp_path / "save") == 2 and "settled at 2" in (tmp_path / "log.0").read_text()
-    )
-
-
-@pytest.mark.campaign
-def test_snapshots_are_written_beside_training_too(data, tmp_path):
-    done = run(
-        tmp_path,
-        data,
-        2,
-        "--async-save",
-        "--snapshot-interval",
-        "1",
-        "--load",
-        str(tmp_path / "save"),
-    )
-    again = run(tmp_path / "still", data, 2, "--snapshot-interval", "1")
-    assert done.series(*EXACT) == again.series(*EXACT)
-    for slot in ("0", "1"):
-        one, other = (store.load(folder / "snapshots" / slot) for folder in (done.save, again.save))
-        assert one.iteration == other.iteration
-        with one.reader() as mine, other.reader() as theirs:
-            same_tensors(
-                {name: mine.read(name) for name in mine.names()},
-                {name: theirs.read(name) for name in theirs.names()},
-            )
-
-
-@pytest.mark.campaign
-def test_an_evaluation_and_skipped_iterations_beside_a_save(data, tmp_path):
-    """Whatever an iteration is: the ranks agree when the save counts, and the run ends with all its
-    checkpoints."""
-    more = [
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "3",
-        "--split",
-        "80,20,0",
-        "--train-range-to-skip",
-        "3",
-        "5",
-    ]
-    done = run(tmp_path, data, 2, "--async-save", *more)
-    still = run(tmp_path / "still", data, 2, *more)
-    assert done.series(*EXACT) == still.series(*EXACT) and run_directory.iterations(done.save) == [
-        2,
-        4,
-        6,
-        7,
-    ]
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--snapshot-interval 1",
+        "--eval-iters 1 --eval-interval 3 --split 80,20,0 --train-range-to-skip 3 5",
+    ],
+)
+def test_a_run_beside_its_saves_is_the_run_that_stands_still(data, tmp_path, flags):
+    """Whatever an iteration is, the ranks agree when a save counts; snapshots too."""
+    done = run(tmp_path, data, 2, "--async-save", *flags.split())
+    still = run(tmp_path / "still", data, 2, *flags.split())
+    assert done.series(*EXACT) == still.series(*EXACT)
+    assert run_directory.iterations(done.save) == [2, 4, 6, 7]
     same_tensors(done.tensors(), still.tensors())
+    for slot in run_directory.slots(done.save / "snapshots") if "snapshot" in flags else ():
+        found = [reading.load(root) for root in (slot, still.save / "snapshots" / slot.name)]
+        assert found[0].iteration == found[1].iteration
+        with found[0].reader() as ours, found[1].reader() as theirs:
+            same_tensors(*({n: r.read(n) for n in r.names()} for r in (ours, theirs)))
 
 
 def remember_the_writer(held: bool) -> None:
@@ -275,12 +204,9 @@ def test_a_run_that_is_killed_leaves_no_half_checkpoint_and_no_writer(data, tmp_
     while is_running(pid):
         assert time.monotonic() < deadline, f"the writer {pid} is still there"
         time.sleep(0.02)
-    assert run_directory.iterations(killed.save) == [2] and store.latest(killed.save) == 2
-    again = run(tmp_path, data, 1, "--async-save", "--load", str(tmp_path / "save"))
-    assert store.latest(again.save) == 7
+    assert run_directory.iterations(killed.save) == [2] and reading.latest(killed.save) == 2
+    hook = functools.partial(remember_the_writer, False)
+    again = run(tmp_path, data, 1, "--async-save", "--load", str(tmp_path / "save"), hook=hook)
+    assert reading.latest(again.save) == 7
+    assert not is_running(int((tmp_path / "pid").read_text())), "the writer ends with the run"
     assert sorted(path.name for path in again.save.iterdir() if path.name.startswith(".")) == []
-
-
-def test_the_writer_ends_with_the_run(data, tmp_path):
-    run(tmp_path, data, 1, "--async-save", hook=functools.partial(remember_the_writer, False))
-    assert not is_running(int((tmp_path / "pid").read_text()))

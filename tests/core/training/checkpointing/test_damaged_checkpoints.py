@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import filesystem, safetensors_file, store
+from megatron.checkpoint import filesystem, reading, safetensors_reader, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import run_directory
-from megatron.training.checkpointing import load, save
+from megatron.training.checkpointing import save, start
 from megatron.training.launch.signals import Refusal
 from megatron.training.run import Run
 from tests import problems
@@ -82,7 +82,7 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
     for path, data in zip(weights, good, strict=True):
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(Refusal, match=".*iter_0000020.*iter_0000010") as failed:
-        load.load_checkpoint(run)
+        start.load_checkpoint(run)
     assert failed.value.code == 2
     assert_problem(str(failed.value), "no-good-checkpoint", "--load", root)
     weights[0].write_bytes(good[0])
@@ -90,7 +90,7 @@ def test_none_good_is_an_error_and_so_is_one_asked_for_by_name(saved, capsys):
         with problems.raises(
             CheckpointError, "checkpoint-damaged", "iter_0000020/weights_00000.safetensors, tensor "
         ):
-            load.load_checkpoint(built(*TINY, *how))
+            start.load_checkpoint(built(*TINY, *how))
     weights[1].write_bytes(good[1])
     capsys.readouterr()
 
@@ -105,15 +105,15 @@ def test_what_is_no_damage_is_no_reason_to_go_back(saved, capsys, monkeypatch):
     newer = newer.replace(newer[11:19], b"00000000", 1)
     path.write_bytes(newer.replace(b"00000000", disk_sum(newer), 1))
     with problems.raises(CheckpointError, "checkpoint-version-unknown"):
-        load.load_checkpoint(run)
+        start.load_checkpoint(run)
     path.write_bytes(text)
 
     def refuse(self, path):
         raise CheckpointError(f"cannot open {path}: Permission denied", 13)
 
-    monkeypatch.setattr(safetensors_file.SafetensorsFile, "__init__", refuse)
+    monkeypatch.setattr(safetensors_reader.SafetensorsFile, "__init__", refuse)
     with pytest.raises(CheckpointError, match="Permission denied"):
-        load.load_checkpoint(run)
+        start.load_checkpoint(run)
     capsys.readouterr()
 
 
@@ -126,7 +126,7 @@ def rank_1_reads_badly() -> None:
     checkpoint."""
     if os.environ["RANK"] != "1":
         return
-    read = safetensors_file.SafetensorsFile.read_into
+    read = safetensors_reader.SafetensorsFile.read_into
 
     def read_into(self, key, *rest):
         if "iter_0000006" in str(self.path) and key.startswith("optimizer.exp_avg."):
@@ -135,7 +135,7 @@ def rank_1_reads_badly() -> None:
             )
         return read(self, key, *rest)
 
-    safetensors_file.SafetensorsFile.read_into = read_into
+    safetensors_reader.SafetensorsFile.read_into = read_into
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +175,9 @@ def test_damage_that_one_rank_sees_sends_all_of_them_back(straight, tmp_path):
 
 def another_checkpoint_on_rank_1() -> None:
     """Rank 1 sees a directory of its own."""
-    read = store.read_metadata
+    read = reading.read_metadata
     if os.environ["RANK"] == "1":
-        store.read_metadata = lambda path: replace(
+        reading.read_metadata = lambda path: replace(
             read(path), manifest=replace(read(path).manifest, crc32="01234567")
         )
 
@@ -199,7 +199,7 @@ def test_a_tracker_that_is_gone(saved, capsys):
     tracker = root / store.TRACKER
     text = tracker.read_bytes()
     tracker.unlink()
-    load.load_checkpoint(run)
+    start.load_checkpoint(run)
     tracker.write_bytes(text)
     [said] = [one for one in capsys.readouterr().out.splitlines() if one.startswith("WARNING: ")]
     assert_problem(said, "checkpoint-tracker-missing", tracker, 20)

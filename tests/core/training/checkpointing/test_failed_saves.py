@@ -3,7 +3,6 @@ nothing else changes."""
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import signal
@@ -11,47 +10,47 @@ import time
 
 import pytest
 
-from megatron.checkpoint import filesystem, manifest, store
+from megatron.checkpoint import filesystem, manifest, reading, store
 from megatron.training import loop
-from megatron.training.checkpointing import save as saving
 from megatron.training.run import Services
 from tests.core.training.checkpointing.refusing_disk import BROKEN, FULL, LOCKED, refuse
 from tests.core.training.checkpointing.saving_runs import BASE, run
 from tests.forkrun import RanksFailed
 from tests.problems import numbers
-from tests.runs import EXACT, late_from, same_tensors, train, with_flags
-
-SIZES = (1, 2)
+from tests.runs import EXACT, late_from, same_tensors, train
 
 
-@pytest.fixture(scope="module", params=SIZES, ids=["dp 1", "dp 2"])
-def plain(request, tmp_path_factory, data):
-    """(number of ranks, run whose saves succeed)."""
-    return request.param, run(tmp_path_factory.mktemp("plain"), data, request.param)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, data):
+    """The run of so many ranks whose saves succeed."""
+    return functools.cache(lambda world: run(tmp_path_factory.mktemp("plain"), data, world))
 
 
 def names(folder) -> list[str]:
     """What lies in a save directory, hidden names too, but for the events of the run and the lock
     of a rank that was killed while it left."""
     names = (path.name for path in (folder / "save").iterdir())
-    return sorted(name for name in names if not name.startswith((".lock.", "run_events.")))
+    return sorted(name for name in names if not name.startswith(".lock."))
 
 
 ALL = ["iter_0000002", "iter_0000004", "iter_0000006", "iter_0000007", store.TRACKER]
 
 
 @pytest.mark.parametrize(
-    ("action", "part", "number"),
+    ("world", "action", "number"),
     [
-        ("write", ".iter_0000004.tmp-", FULL),
-        ("mkdir", ".iter_0000004.tmp-", LOCKED),
-        ("rename", ".iter_0000004.tmp-", BROKEN),
+        pytest.param(1, "write", FULL, marks=pytest.mark.campaign),
+        (2, "write", FULL),
+        pytest.param(1, "mkdir", LOCKED, marks=pytest.mark.campaign),
+        pytest.param(2, "mkdir", LOCKED, marks=pytest.mark.campaign),
+        (1, "rename", BROKEN),
+        pytest.param(2, "rename", BROKEN, marks=pytest.mark.campaign),
     ],
 )
-def test_a_periodic_save_that_fails_is_one_warning(plain, data, tmp_path, action, part, number):
+def test_a_periodic_save_that_fails_is_one_warning(plain, data, tmp_path, world, action, number):
     """The run goes on as if nothing had been; it has its other checkpoints, and no remains of the
     one that failed."""
-    world, good = plain
+    good, part = plain(world), ".iter_0000004.tmp-"
     rank = world - 1 if action == "write" else 0
     done = run(tmp_path, data, world, hook=functools.partial(refuse, action, part, rank, number))
     assert names(tmp_path) == [name for name in ALL if name != "iter_0000004"]
@@ -72,14 +71,14 @@ def test_the_tracker_that_cannot_be_written_names_what_it_named(data, tmp_path):
     with pytest.raises(RanksFailed, match=r"exit codes|CheckpointError"):
         run(tmp_path, data, 1, "--load", str(tmp_path / "save"), hook=hook)
     text = (tmp_path / "log.0").read_text()
-    assert store.latest(tmp_path / "save") is None
+    assert reading.latest(tmp_path / "save") is None
     assert [line.rpartition(" ")[2] for line in text.splitlines() if "WARNING: no" in line] == [
         "4",
         "6",
         "7",
     ]
     done = run(tmp_path, data, 1, "--load", str(tmp_path / "save"))
-    assert store.latest(tmp_path / "save") == 7 and names(tmp_path) == ALL
+    assert reading.latest(tmp_path / "save") == 7 and names(tmp_path) == ALL
     assert [row["iteration"] for row in done.rows] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -105,11 +104,11 @@ def and_refuse(before, *where) -> Services | None:
 @pytest.mark.parametrize(
     ("world", "flags", "before", "last"),
     [
-        (1, [], None, 7),
-        (2, [], None, 7),
-        (1, ["--train-iters", "6"], None, 6),
-        (1, ["--exit-interval", "5"], None, 5),
-        (1, ["--exit-interval", "4"], None, 4),
+        pytest.param(1, [], None, 7, marks=pytest.mark.campaign),
+        pytest.param(2, [], None, 7, marks=pytest.mark.campaign),
+        pytest.param(1, ["--train-iters", "6"], None, 6, marks=pytest.mark.campaign),
+        pytest.param(1, ["--exit-interval", "5"], None, 5, marks=pytest.mark.campaign),
+        pytest.param(1, ["--exit-interval", "4"], None, 4, marks=pytest.mark.campaign),
         (2, ["--exit-signal-handler"], terminate_at_5, 5),
         (1, ["--exit-duration-in-mins", "9"], functools.partial(late_from, 4), 4),
     ],
@@ -130,7 +129,7 @@ def test_the_last_save_that_fails_is_an_error(data, tmp_path, world, flags, befo
         )
     assert "WARNING" not in (tmp_path / "log.0").read_text()
     assert names(tmp_path) == [*(name for name in ALL[:3] if int(name[-1]) < last), store.TRACKER]
-    assert store.latest(tmp_path / "save") == (last - 1) // 2 * 2
+    assert reading.latest(tmp_path / "save") == (last - 1) // 2 * 2
 
 
 def write_nonsense() -> None:
@@ -146,96 +145,3 @@ def test_a_fault_of_the_program_ends_the_run_at_once(data, tmp_path):
     with pytest.raises(RanksFailed, match="CheckpointError: planted"):
         run(tmp_path, data, 1, hook=write_nonsense)
     assert "WARNING" not in (tmp_path / "log.0").read_text()
-
-
-NUMBERS = (FULL, BROKEN, errno.EROFS)
-
-
-def refuse_every_step(rank: int, save: str) -> None:
-    """A hook: of four saves three are refused, at the same step, for three reasons; at the next
-    step the next time.
-
-    After each of them the newest checkpoint must be whole.
-    """
-    whole = saving.save_checkpoint
-    refused = []
-
-    def saved(run, constants) -> None:
-        iteration = run.progress.iteration
-        at = 0
-        wrong = None
-        plain = filesystem.Disk.step
-        before = store.latest(save)
-
-        def step(self, action, path) -> None:
-            nonlocal at
-            at += 1
-            if iteration % 4 and at == iteration // 4 + 1:
-                refused.append(f"{action} {path.name}")
-                number = NUMBERS[iteration % 4 - 1]
-                raise OSError(number, os.strerror(number))
-
-        if run.runtime.rank == rank:
-            filesystem.Disk.step = step
-        try:
-            whole(run, constants)
-        except filesystem.CheckpointError as error:
-            wrong = error
-        filesystem.Disk.step = plain
-        if run.runtime.rank == 0:
-            newest = store.latest(save)
-            assert newest == iteration or wrong and newest == before, (iteration, before, newest)
-            if newest:
-                with store.load(save).reader() as reader:
-                    reader.verify()
-            assert iteration % 4 or newest == iteration, "a save after some that failed works"
-        if run.runtime.rank == rank and iteration == run.plan.train_iters:
-            print(f"{len(refused)} refusals in saves that have {at} steps", flush=True)
-            assert len(refused) >= 3 * at > 24
-        if wrong:
-            raise wrong
-
-    saving.save_checkpoint = saved
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(("world", "iterations"), [(1, 176), (2, 68)])
-def test_a_refusal_at_every_step_of_a_save_costs_that_save_alone(
-    data, memory_path, world, iterations
-):
-    """No space, an error of the disk, a file system that became read-only."""
-    folder = memory_path / "refused"
-    flags = [
-        "--train-iters",
-        str(iterations),
-        "--save-interval",
-        "1",
-        "--num-layers",
-        "1",
-        "--hidden-size",
-        "16",
-        "--no-save-optim",
-        "--global-batch-size",
-        "2",
-        "--micro-batch-size",
-        "1",
-        "--seq-length",
-        "8",
-        "--max-position-embeddings",
-        "8",
-    ]
-    argv = with_flags([*BASE, "--data-path", data, "--save", str(folder / "save")], *flags)
-    hook = functools.partial(refuse_every_step, world - 1, str(folder / "save"))
-    done = train(folder, argv, world, hook=hook)
-    other = ("--save", str(memory_path / "plain/save"), "--save-interval", str(iterations))
-    plain = train(memory_path / "plain", with_flags(argv, *other), world)
-    refused = done.first_rank_log.count("WARNING: no checkpoint of iteration")
-    [line] = [
-        line
-        for line in (folder / f"log.{world - 1}").read_text().splitlines()
-        if "refusals in saves" in line
-    ]
-    print(f"{world} ranks: {refused} saves refused; {line}")
-    assert refused >= 24
-    assert done.series(*EXACT) == plain.series(*EXACT)
-    same_tensors(done.tensors(iterations), plain.tensors(iterations))

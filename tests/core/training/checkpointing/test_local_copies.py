@@ -7,17 +7,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import random
 import re
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint import file_transfer, lock, store
+from megatron.checkpoint import file_transfer, lock, reading
 from megatron.checkpoint.file_transfer import Route
 from megatron.checkpoint.filesystem import CheckpointError, Disk
 from megatron.checkpoint.local_copies import (
@@ -176,17 +174,6 @@ def test_a_lost_node_is_read_from_its_mirrors(layout, tmp_path, data, straight, 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_restart_reads_its_own_node(layout, tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, layout)
-    two_nodes(place.world)
-    before = killed(place)
-    at = 4 if "--async-save" in place.layout and "00000-on-00000 4" in place.parts() else 5
-    text = resumed(place, straight, layout, at, before)
-    assert "mirror" not in text and str(place.folder / "node-%n") in text
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("damage", ["one", "both", "file gone", "a manifest"])
 def test_damaged_parts(damage, tmp_path, data, straight, two_nodes):
     """One: its mirror. Both: the checkpoint before."""
@@ -209,29 +196,7 @@ def test_damaged_parts(damage, tmp_path, data, straight, two_nodes):
     assert ("[local-copies-damaged]" in text) == (damage == "both")
 
 
-@pytest.mark.sweep
-def test_without_mirrors_a_lost_node_costs_the_copies(tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    before = killed(place)
-    shutil.rmtree(place.node(1))
-    text = resumed(place, straight, "dp 2", 3, before)
-    assert re.search(r"local copies .*\b5\b.* not ", text)
-
-
-@pytest.mark.sweep
-def test_copies_of_a_run_that_was_removed(tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    killed(place, "--replication")
-    shutil.rmtree(tmp_path / "save")
-    before = rows_of(place)
-    finished = place.local("--replication")
-    assert first_row(finished, before) == 1
-    same_tensors(finished.tensors(), straight("dp 2").tensors())
-    assert place.parts(), "another run's copies are left alone"
-
-
+@pytest.mark.campaign
 @pytest.mark.parametrize("between", ["copies", pytest.param("no copies", marks=pytest.mark.sweep)])
 def test_copies_of_a_line_that_was_left(between, tmp_path, data, straight, two_nodes):
     """A run that went back to 3 and came to no save of its own makes the copies of 5 useless."""
@@ -246,63 +211,6 @@ def test_copies_of_a_line_that_was_left(between, tmp_path, data, straight, two_n
     finished = place.local("--replication")
     assert first_row(finished, before) == 4
     same_tensors(finished.tensors(), straight("dp 2").tensors())
-
-
-@pytest.mark.sweep
-def test_another_layout_takes_the_checkpoint(tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    before = killed(place, "--replication")
-    text = place.local(world=1).first_rank_log
-    assert re.search(r"local copies .*\b5\b.* not ", text)
-    assert (
-        json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[before])["iteration"] == 4
-    )
-
-
-@pytest.mark.sweep
-def test_before_the_first_checkpoint(tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    place.local(kill_at=3)
-    assert store.latest(tmp_path / "save") is None
-    before = rows_of(place)
-    resumed(place, straight, "dp 2", 2, before, "--exit-on-missing-checkpoint")
-
-
-def die_in_a_save(rank: int, number: int) -> None:
-    """A hook: this rank is killed before the n-th change that it makes to local copies."""
-    step = Disk.step
-    left = number if int(os.environ["RANK"]) == rank else 0
-
-    def counted(self, action, path) -> None:
-        nonlocal left
-        if "-on-" in str(path):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        step(self, action, path)
-
-    Disk.step = counted
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(12))
-def test_a_kill_in_a_save(seed, tmp_path, data, straight, two_nodes):
-    """At a random change of the disk; every other time a node is lost as well."""
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    random_numbers = random.Random(seed)
-    hook = functools.partial(die_in_a_save, seed % 2, random_numbers.randint(1, 150))
-    with pytest.raises(RanksFailed, match="exit code -9"):
-        place.local("--replication", hook=hook)
-    if seed % 4 > 1:
-        shutil.rmtree(place.node(1), ignore_errors=True)
-    finished = place.local("--replication")
-    whole = straight("dp 2")
-    assert finished.series(*EXACT) == whole.series(*EXACT)
-    same_tensors(finished.tensors(), whole.tensors())
-    assert not list(tmp_path.glob("node-*/*"))
 
 
 def lose_the_lock(save: str) -> None:
@@ -333,29 +241,6 @@ def test_a_run_that_lost_its_lock_makes_no_copy(tmp_path, data):
     with pytest.raises(RanksFailed, match="save-directory-taken-over"):
         train(tmp_path, flags, hook=functools.partial(lose_the_lock, str(tmp_path / "save")))
     assert place.parts() == {"00000-on-00000 3"}
-
-
-def fill_the_disk(rank: int, at: int) -> None:
-    """A hook: node 1's disk is full while iteration `at` is saved there."""
-    step = Disk.step
-
-    def full(self, action, path) -> None:
-        if f"iter_{at:07d}-" in str(path) and f"node-{rank}" in str(path) and action == "write":
-            raise OSError(FULL, os.strerror(FULL))
-        step(self, action, path)
-
-    Disk.step = full
-
-
-@pytest.mark.sweep
-def test_a_full_disk_is_a_warning_and_the_older_copies_stay(tmp_path, data, straight, two_nodes):
-    place = Place(tmp_path, data, "dp 2")
-    two_nodes(2)
-    hook = functools.partial(fill_the_disk, 1, 5)
-    text = place.local("--replication", kill_at=6, hook=hook).first_rank_log
-    assert re.search(r"WARNING: .*snapshot .*\b5\b", text)
-    assert {one.split()[1] for one in place.parts()} == {"4"}
-    resumed(place, straight, "dp 2", 4, rows_of(place), "--replication")
 
 
 @pytest.mark.parametrize(
@@ -425,4 +310,4 @@ def test_a_part_is_verified(tmp_path, data):
     assert verify(part) is None
     flip(part)
     assert "[checkpoint-damaged]" in verify(part)
-    assert store.latest(tmp_path / "save") == 3
+    assert reading.latest(tmp_path / "save") == 3

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from megatron import remote_files
-from megatron.checkpoint import object_store, retention, skip_log, store
+from megatron.checkpoint import object_store, reading, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
@@ -20,10 +20,8 @@ from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.history import History
 from megatron.training.checkpointing import one_history
-from megatron.training.checkpointing import save as saving
 from tests import problems
 from tests.core.checkpoint.s3_server import serving
-from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, write_text
 
 BASE = [
@@ -79,30 +77,6 @@ def test_what_is_a_url():
     assert (c.save, c.load, c.snapshot_dir) == ("/disk/s3/bucket/runs/a", "runs/b", "/disk/s3/b/x")
 
 
-@pytest.mark.peers
-@pytest.mark.campaign
-def test_there_and_back(bucket, tmp_path):
-    remote = Remote(f"{bucket}/back")
-    assert remote.latest() is None
-    checkpoint(tmp_path / "here", 3)
-    checkpoint(tmp_path / "here", 5)
-    remote.upload(tmp_path / "here", 3)
-    assert remote.latest() == 3
-    remote.upload(tmp_path / "here", 5)
-    object_store.fetch(f"{bucket}/back", str(tmp_path / "there"))
-    object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 3)
-    for iteration in (3, 5):
-        here, there = (
-            store.iteration_directory(tmp_path / name, iteration) for name in ("here", "there")
-        )
-        assert (
-            files_of(here) == files_of(there)
-            and store.load(tmp_path / "there", iteration).iteration == iteration
-        )
-    with problems.raises(CheckpointError, "checkpoint-step-missing", "iteration 4"):
-        object_store.fetch(f"{bucket}/back", str(tmp_path / "there"), 4)
-
-
 def test_a_store_without_a_checkpoint_is_an_error_where_one_must_be_there(tmp_path):
     url = f"file://{tmp_path}/empty"
     object_store.fetch(url, str(tmp_path / "here"))
@@ -143,16 +117,6 @@ def test_a_store_that_fails_now_and_then_and_one_that_lies(bucket, tmp_path, mon
     ):
         remote.upload(tmp_path, 2)
     assert remote.latest() == 1
-
-
-@pytest.mark.peers
-@pytest.mark.campaign
-def test_what_is_there_is_not_put_again(bucket, tmp_path, monkeypatch):
-    checkpoint(tmp_path, 1)
-    remote = Remote(f"{bucket}/again")
-    remote.upload(tmp_path, 1)
-    monkeypatch.setattr(remote.files, "put_file", None)
-    remote.upload(tmp_path, 1)
 
 
 def test_a_url_that_cannot_be_used():
@@ -198,32 +162,8 @@ def test_a_run_goes_on_from_the_store_alone(bucket, tmp_path):
     second = run(tmp_path / "two", data, url)
     assert second.rows[0]["iteration"] == 5 and Remote(url).latest() == 6
     object_store.fetch(url, str(tmp_path / "three/save"))
-    with store.load(tmp_path / "three/save").reader() as reader:
+    with reading.load(tmp_path / "three/save").reader() as reader:
         same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
-
-
-def refuse_to_put() -> None:
-    """A hook: nothing gets into the store."""
-    object_store.WAITS = 0.0
-
-    def refuse(self, path, there):
-        raise PermissionError("access denied")
-
-    Remote.put = refuse
-
-
-@pytest.mark.peers
-@pytest.mark.campaign
-def test_a_store_that_refuses_costs_the_run_its_success_and_no_checkpoint(bucket, tmp_path):
-    data = write_text(tmp_path / "text", 300)
-    url = f"{bucket}/runs/refused"
-    with pytest.raises(RanksFailed) as failure:
-        run(tmp_path / "one", data, url, hook=refuse_to_put)
-    for named in (f"--save {url}: ", "iter_0000006/args", "PermissionError: access denied"):
-        assert named in str(failure.value)
-    assert store.latest(tmp_path / "one/staging/s3/bucket/runs/refused") == 6
-    run(tmp_path / "one", data, url)  # nothing is left to train: it uploads
-    assert Remote(url).latest() == 6
 
 
 @pytest.mark.peers
@@ -244,7 +184,7 @@ def test_ranges_to_skip_survive_in_the_store(bucket, tmp_path):
     lines = (tmp_path / "two" / path).read_text().splitlines()
     assert len(lines) == 2 and lines[:1] == (tmp_path / "one" / path).read_text().splitlines()
     mine = tmp_path / "three"
-    skip_log.append(mine, ["from here"])
+    skip_log.write(mine, ["from here"])
     Remote(url).bring_skips(mine)
     assert skip_log.read(mine)[0] == [*lines, "from here"]
     Remote(url).bring_skips(mine)
@@ -333,7 +273,7 @@ def test_a_store_has_one_history(files_as_store, tmp_path, capsys):
             checkpoint(tmp_path / name, iteration, own)
     for iteration in (5, 10):
         Remote(url).upload(tmp_path / "there", iteration)
-    skip_log.append(tmp_path / "there", ["{}"])
+    skip_log.write(tmp_path / "there", ["{}"])
     Remote(url).upload_skips(tmp_path / "there")
     before = sorted(path.name for path in (tmp_path / "store/run").iterdir())
     with pytest.raises(SystemExit) as leave:
@@ -366,45 +306,14 @@ def test_a_fetch_follows_the_branch_that_the_store_is_on(files_as_store, tmp_pat
     checkpoint(tmp_path / "there", 6, second)
     Remote(url).upload(tmp_path / "there", 6)
     object_store.fetch(url, str(tmp_path / "here"))  # which has 6 and 8 of the first branch
-    assert store.latest(tmp_path / "here") == 6
-    assert History.parse(store.load(tmp_path / "here").state.history).number == 2
+    assert reading.latest(tmp_path / "here") == 6
+    assert History.parse(reading.load(tmp_path / "here").state.history).number == 2
     checkpoint(tmp_path / "here", 7, second)
     object_store.fetch(url, str(tmp_path / "here"))
-    assert store.latest(tmp_path / "here") == 7
+    assert reading.latest(tmp_path / "here") == 7
     (tmp_path / "store/run" / store.TRACKER).unlink()
     object_store.fetch(url, str(tmp_path / "new"))
-    assert store.latest(tmp_path / "new") == 6
-
-
-@pytest.mark.peers
-@pytest.mark.campaign
-def test_snapshots_in_s3(bucket, tmp_path):
-    """Written, replaced, removed and fetched, as by s3fs against a server."""
-    url = f"{bucket}/runs/snap"
-    save = tmp_path / "save"
-    snapshots = tmp_path / "snapshots"
-    checkpoint(save, 1)
-    with object_store.uploading(object_store.upload_targets(str(save), None, str(snapshots), url)):
-        for iteration in (2, 4, 6):
-            snapshot(snapshots, iteration)
-            eventually(lambda iteration=iteration: iteration in held(url))
-    files = Remote(url).files
-    files.invalidate_cache()
-    assert held(url) == [6, 4]
-    assert sorted(
-        name for name in files.find("bucket/runs/snap") if name.endswith("manifest.json")
-    ) == [
-        "bucket/runs/snap/0/iter_0000006/manifest.json",
-        "bucket/runs/snap/1/iter_0000004/manifest.json",
-    ]
-    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
-    assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
-    missing = f"s3://{bucket.rpartition('/')[2]}-that-is-not-there/run"
-    with (
-        pytest.raises(CheckpointError, match="--save s3://"),
-        object_store.uploading(object_store.upload_targets(str(save), missing, None, None)),
-    ):
-        pass
+    assert reading.latest(tmp_path / "new") == 6
 
 
 def test_a_snapshot_of_a_branch_that_was_left_hides_none_of_this_one(files_as_store, tmp_path):
@@ -469,46 +378,6 @@ def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
         object_store.uploading(places),
     ):
         pass
-
-
-@pytest.mark.campaign
-def test_a_run_goes_on_from_a_snapshot_of_the_store_alone(files_as_store, tmp_path):
-    """Stopped in iteration 6 with a snapshot of 5 in the store and a checkpoint of 3: the same as a
-    run without a stop."""
-    data = write_text(tmp_path / "text", 300)
-    flags = [*BASE, "--data-path", data, "--save-interval", "3", "--snapshot-interval", "5"]
-    straight = train(tmp_path / "straight", [*flags, "--save", str(tmp_path / "straight/save")])
-    url = f"file://{tmp_path}/store/run"
-    flags = [*flags, "--save", url, "--load", url, "--snapshot-dir", f"{url}/snapshots"]
-    train(
-        tmp_path / "one",
-        [*flags, "--staging-dir", str(tmp_path / "one/staging")],
-        kill_at=6,
-        hook=upload_at_once,
-    )
-    assert Remote(url).latest() == 3 and 5 in held(f"{url}/snapshots")
-    second = train(
-        tmp_path / "two",
-        [*flags, "--staging-dir", str(tmp_path / "two/staging")],
-        hook=upload_at_once,
-    )
-    assert [row["iteration"] for row in second.rows] == [6]
-    object_store.fetch(url, str(tmp_path / "three"))
-    with store.load(tmp_path / "three").reader() as reader:
-        same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
-
-
-def upload_at_once() -> None:
-    """A hook: a snapshot is in the store before training continues."""
-    object_store.LOOKS = 0.02
-    fsspec.config.conf["file"] = {"auto_mkdir": True}
-    real = saving.save_snapshot
-
-    def slow(run, constants) -> None:
-        real(run, constants)
-        time.sleep(3.0)
-
-    saving.save_snapshot = slow
 
 
 def test_what_will_not_pass_is_tried_once():

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.checkpoint import retention, store
+from megatron.checkpoint import reading, retention, store
+from megatron.checkpoint.reading import Candidate, candidates
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
-from megatron.checkpoint.store import Candidate, candidates
 from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.training.checkpointing import load, one_history
+from megatron.training.checkpointing import load, one_history, start
 from megatron.training.run import Progress
 from tests.core.checkpoint.saves import Unsynced
 from tests.forkrun import RanksFailed
@@ -127,7 +127,7 @@ class Disk:
                 load_counters=lambda state: None, reload_model_params=lambda: None
             ),
         )
-        load.load_checkpoint(run)
+        start.load_checkpoint(run)
         began = tuple(run.progress.features.get("line", ()))
         own: list[int] = []
         for word in plan:
@@ -237,8 +237,8 @@ def test_the_whole_program(tmp_path):
     assert aside == [f"iter_{n:07d}.other-history" for n in range(1, 9)]
     (Path(ck) / store.TRACKER).unlink()
     assert train(tmp_path, [*argv, "--load", ck, "--save", ck]).resumes[-1] == 7
-    [run] = store.load(other).state.history["branches"]
-    branches = store.load(ck, 8).state.history["branches"]
+    [run] = reading.load(other).state.history["branches"]
+    branches = reading.load(ck, 8).state.history["branches"]
     assert branches[0] == run and [iteration for _, iteration in branches] == [5, 7, 8]
 
 
@@ -263,43 +263,6 @@ def test_a_run_that_starts_at_iteration_0(histories, tmp_path):
     disk.run(None, "imported", 0, old=True)
     assert disk.run("imported", "imported", 1, 1, finetune=True) == ()
     assert disk.run("imported", "imported", 1) == disk.last["imported"][:-1]
-
-
-@pytest.mark.parametrize("rename", [False, True])
-@pytest.mark.parametrize("load_from, save_to", PAIRS)
-def test_all_pairs_of_four_histories(histories, tmp_path, load_from, save_to, rename):
-    """Refused where a checkpoint there neither led to the loaded one nor continues it; renamed, all
-    of these and no other, with the flag."""
-    for step, lost in itertools.product((None, "oldest"), {"", load_from, save_to}):
-        disk = histories(tmp_path / f"{step}-{lost}")
-        if lost:
-            (disk.folder / lost / store.TRACKER).unlink()
-        steps = run_directory.iterations(disk.folder / load_from)
-        number = steps[0] if step else None
-        before = disk.saved()
-        begins = line_of(store.iteration_directory(disk.folder / load_from, steps[0]))
-        begins = begins if step else disk.last[load_from]
-        there = disk.loadable(save_to)
-        strange = {path for path, line in there.items() if not related(begins, line)}
-        strange = strange if load_from != save_to else set()
-        loaded = disk.run(load_from, save_to, 1, 1, step=number, rename=rename)
-        after = disk.saved()
-        if strange and not rename:
-            assert loaded is None and after == before
-            continue
-        assert loaded == begins
-        for path in strange:
-            assert after[path.with_name(f"{path.name}.other-history")] == before[path]
-        kept = [line for path, line in after.items() if path.suffix]
-        assert len(kept) == len(strange)
-        # what is no longer there was replaced, or was a snapshot beyond, of a branch of its own
-        for line in set(before.values()) - set(after.values()):
-            assert load_from == save_to or leads(begins, line)
-        if load_from != save_to:  # an unattended restart renames nothing of its own
-            assert disk.run(load_from, save_to, 1, 1, step=number, rename=rename) == begins
-            assert kept == [line for path, line in disk.saved().items() if path.suffix]
-        (disk.folder / save_to / store.TRACKER).unlink()
-        assert disk.run(save_to, save_to) == disk.last[save_to]
 
 
 @pytest.mark.parametrize(
@@ -348,15 +311,7 @@ def test_a_directory_of_an_earlier_program_goes_on_and_is_known_by_what_continue
     ]
 
 
-def test_a_copied_directory_is_the_same_history_until_both_go_on(histories, tmp_path):
-    disk = histories(tmp_path)
-    a = disk.last["a"]
-    shutil.copytree(tmp_path / "a", tmp_path / "copy")
-    assert disk.run("copy", "a", 1) == disk.run("copy", "copy", 1) == a
-    assert disk.run("copy", "a", 1) is None and disk.run("a", "copy", 1) is None
-
-
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 300), marks=CAMPAIGN)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 100), marks=CAMPAIGN)])
 def test_random_sequences_of_runs(histories, tmp_path, seeds):
     """Loads, earlier iterations, other directories, rollbacks, snapshots, retention, lost trackers
     and damage, in any order: the last save of a directory is loaded, or what led to it."""

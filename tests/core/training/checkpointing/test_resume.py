@@ -1,16 +1,13 @@
 """A resumed run is the same run, bit for bit: losses, gradient norms, weights and optimizer
 state."""
 
-import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.training.checkpointing.save import store
-from tests.runs import NO_DROPOUT, SMALL, same_tensors, train, with_flags, write_text
+from megatron.checkpoint import reading
+from tests.runs import SMALL, same_tensors, train, write_text
 
 EXACT = (
     "iteration",
@@ -114,7 +111,7 @@ def test_killed_twice_and_resumed(case, tmp_path):
         assert (
             all(row["skipped"] for row in straight.rows[:10]) and not straight.rows[39]["skipped"]
         )
-        assert store.load(straight.save, 10).state.optimizer["step"] == 0
+        assert reading.load(straight.save, 10).state.optimizer["step"] == 0
     else:
         losses = [row["lm_loss"] for row in straight.rows]
         assert losses[-1] < losses[0] - 0.1
@@ -160,34 +157,3 @@ def test_workers_and_prefetch_change_nothing(tmp_path):
         assert loss == pytest.approx(other_loss, rel=1e-10) and norm == pytest.approx(
             other_norm, rel=1e-10
         )
-
-
-@pytest.mark.campaign
-def test_the_number_of_ranks_changes(tmp_path):
-    """A command line started with 4 data-parallel ranks, 1, 2, 3 and 4 again, each killed between
-    saves: at every step the losses of one process that nobody disturbed."""
-    data = write_text(tmp_path / "text", 260)
-
-    def run(folder: Path, *more: str) -> list[str]:
-        save = str(folder / "save")
-        sizes = ("--micro-batch-size", "1", "--global-batch-size", "12", "--fp64", *NO_DROPOUT)
-        words = ["--data-path", data, "--split", "90,10,0", "--train-iters", "16"]
-        saves = ["--save", save, "--load", save, "--save-interval", "3"]
-        return [*with_flags(SMALL, *sizes), *words, *saves, *more]
-
-    one = train(tmp_path / "one", run(tmp_path / "one"))
-    optimizer = "--use-distributed-optimizer"
-    for world, kill_at in ((4, 5), (1, 5), (2, 5), (3, 5), (4, None)):
-        many = train(tmp_path / "many", run(tmp_path / "many", optimizer), world, kill_at)
-    lines = (many.folder / "metrics.jsonl").read_text().splitlines()
-    trained = [row["iteration"] for row in map(json.loads, lines) if "split" not in row]
-    again = [n for before, n in itertools.pairwise(trained) if n <= before]
-    assert again == [4, 7, 10, 13]
-    names = ("lm_loss", "grad_norm", "consumed_samples")
-    assert len(one.rows) == len(many.rows) == 16
-    for row, other in zip(one.rows, many.rows, strict=True):
-        assert [other[name] for name in names] == pytest.approx(
-            [row[name] for name in names], rel=1e-10
-        ), row["iteration"]
-    for name, tensor in one.tensors().items():
-        torch.testing.assert_close(many.tensors()[name], tensor, rtol=1e-9, atol=1e-12)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import retention, store
+from megatron.checkpoint import reading, retention, store
 from megatron.config import run_directory
 from megatron.training import loop
 from megatron.training.launch.control_file import ControlFileRequests
@@ -114,27 +114,6 @@ def test_a_snapshot_elsewhere_that_is_damaged_or_cannot_be_written(data, straigh
     same_tensors(done.tensors(), straight.tensors())
 
 
-@pytest.mark.campaign
-def test_snapshots_of_a_branch_that_was_left_are_not_loaded(data, tmp_path):
-    """Back to iteration 2 by hand: after the next save a resume does not take the snapshot of 7."""
-    run(data, tmp_path, "--save-interval", "2", "--snapshot-interval", "1", "--exit-interval", "7")
-    assert sorted(slots(tmp_path / "save/snapshots")) == [5, 7]
-    run(
-        data,
-        tmp_path,
-        "--save-interval",
-        "4",
-        "--snapshot-interval",
-        "3",
-        "--ckpt-step",
-        "2",
-        "--exit-interval",
-        "4",
-    )
-    assert {*slots(tmp_path / "save/snapshots")} == {3, 7}
-    assert run(data, tmp_path, "--exit-interval", "6").resumes[-1] == 4
-
-
 def ask(requests: dict[int, str], path: str) -> None:
     """Write a request into the control file within these iterations."""
     step = loop.train_step
@@ -171,7 +150,7 @@ def test_a_control_file_saves_and_stops(data, straight, tmp_path, world):
         assert second.series(*EXACT) == straight.series(*EXACT)
         file.write_text("stop")
         third = run(data, tmp_path, *flags, "--train-iters", "20", "--override-opt_param-scheduler")
-        assert store.latest(third.save) == 13 and file.read_text() == "0\n"
+        assert reading.latest(third.save) == 13 and file.read_text() == "0\n"
 
 
 def test_requests_of_a_control_file(tmp_path, capsys):

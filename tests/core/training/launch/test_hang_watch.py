@@ -10,7 +10,7 @@ import torch
 
 from megatron.config import command_line
 from megatron.training.launch import hang
-from megatron.training.launch.hang_limits import Limits, Phase, limits
+from megatron.training.launch.hang_limits import HangLimits, RunPhase, limits
 from megatron.training.launch.hang_watch import HangWatch
 from megatron.training.launch.process import ProcessId
 from megatron.training.result import Requests
@@ -35,7 +35,7 @@ def watch(given: float | None = None, micro_batches=lambda _: 1, pipeline=None):
         runtime=SimpleNamespace(device=torch.device("cpu")),
     )
     monitor = Monitor()
-    return monitor, HangWatch(monitor, Limits(100.0, 90.0, 80.0, 70.0, given), run)
+    return monitor, HangWatch(monitor, HangLimits(100.0, 90.0, 80.0, 70.0, given), run)
 
 
 def iteration_limits(seconds: list[float], given: float | None = None, micro_batches=lambda _: 1):
@@ -73,16 +73,16 @@ def test_evaluation_and_save_have_limits_and_what_is_between_has_the_larger_one(
     assert monitor.progress() == 7
 
 
-def limits_of(*words: str) -> Limits:
+def limits_of(*words: str) -> HangLimits:
     core = with_flags(SMALL, "--mock-data", "--train-iters", "10", "--log-format", "short")
     return limits(command_line.read([*core, *words], {}).config)
 
 
 def test_the_flags():
-    assert limits_of() == Limits(540.0, 540.0, 540.0, 540.0, None)
+    assert limits_of() == HangLimits(540.0, 540.0, 540.0, 540.0, None)
     assert limits_of("--hang-timeout-startup-seconds", "0").startup is None
     none = limits_of("--hang-timeout-seconds", "0")
-    assert none == Limits(None, None, None, None, 0.0, iterations=False)
+    assert none == HangLimits(None, None, None, None, 0.0, iterations=False)
     compiled = limits_of("--torch-compile")
     assert compiled.first_iteration is None and not compiled.iterations and compiled.save == 540.0
     assert limits_of("--torch-compile", "--hang-timeout-seconds", "3").iterations
@@ -92,7 +92,7 @@ def test_the_flags():
         *("--hang-timeout-save-seconds", "6"),
         *("--distributed-timeout-minutes", "1"),
     )
-    assert given == Limits(54.0, 4.0, 5.0, 6.0, None)
+    assert given == HangLimits(54.0, 4.0, 5.0, 6.0, None)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_the_stack_decides_where_another_ranks_phase_is_further(known, frames, e
 @pytest.mark.parametrize(
     "phase, flag",
     [
-        (Phase("start-up"), "startup"),
-        (Phase("first iteration", 1), "first-iteration"),
-        (Phase("iteration", 7), ""),
-        (Phase("evaluation"), "evaluation"),
-        (Phase("save"), "save"),
-        (Phase("after iteration", 7), "save"),
+        (RunPhase("start-up"), "startup"),
+        (RunPhase("first iteration", 1), "first-iteration"),
+        (RunPhase("iteration", 7), ""),
+        (RunPhase("evaluation"), "evaluation"),
+        (RunPhase("save"), "save"),
+        (RunPhase("after iteration", 7), "save"),
     ],
 )
 def test_the_line_of_a_hang_ends_with_its_limits_flag_and_a_code(phase, flag):

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.config import command_line
 from megatron.training.launch import progress
-from megatron.training.launch.hang_limits import Action, Phase, RankState, decide
+from megatron.training.launch.hang_limits import HangAction, RankState, RunPhase, decide
 from megatron.training.launch.initialize import connect
 from megatron.training.launch.progress import Clock
 from megatron.training.launch.signals import SignalWatch
@@ -50,30 +50,30 @@ HUNG = {"computes without end", "sleeps", "stopped", "silent"}
 @pytest.mark.parametrize("name", STATES)
 def test_a_run_of_one_rank_is_never_ended(name):
     state = STATES[name]
-    expected = Action.WARN if state.limit is not None and state.seconds > state.limit else None
-    assert decide({0: state}, 1).action is (expected or Action.NOTHING)
+    expected = HangAction.WARN if state.limit is not None and state.seconds > state.limit else None
+    assert decide({0: state}, 1).action is (expected or HangAction.NOTHING)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "action", "ranks"),
     [
-        ("waits", "works", Action.WARN, (1,)),
-        ("waits", "starved", Action.WARN, (1,)),
-        ("waits", "starved for nearly ten limits", Action.WARN, (1,)),
-        ("waits", "computes without end", Action.END, (1,)),
-        ("waits and spins", "sleeps", Action.END, (1,)),
-        ("waits", "silent", Action.END, (1,)),
-        ("waits", "silent in a save", Action.NOTHING, ()),
-        ("waits", "silent without a core", Action.NOTHING, ()),
-        ("silent without a core", "stopped", Action.END, (1,)),
-        ("waits", "exits", Action.NOTHING, ()),
-        ("starved", "sleeps", Action.WARN, (0,)),
-        ("starved", "stopped", Action.END, (1,)),
-        ("starved", "silent", Action.WARN, (0,)),
-        ("sleeps", "computes without end", Action.END, (0, 1)),
-        ("waits and spins", "waits", Action.NOTHING, ()),
-        ("waits for more than four limits", "waits", Action.NOTHING, ()),
-        *[("waits for more than four limits",) * 2 + (Action.END, (0, 1))],
+        ("waits", "works", HangAction.WARN, (1,)),
+        ("waits", "starved", HangAction.WARN, (1,)),
+        ("waits", "starved for nearly ten limits", HangAction.WARN, (1,)),
+        ("waits", "computes without end", HangAction.END, (1,)),
+        ("waits and spins", "sleeps", HangAction.END, (1,)),
+        ("waits", "silent", HangAction.END, (1,)),
+        ("waits", "silent in a save", HangAction.NOTHING, ()),
+        ("waits", "silent without a core", HangAction.NOTHING, ()),
+        ("silent without a core", "stopped", HangAction.END, (1,)),
+        ("waits", "exits", HangAction.NOTHING, ()),
+        ("starved", "sleeps", HangAction.WARN, (0,)),
+        ("starved", "stopped", HangAction.END, (1,)),
+        ("starved", "silent", HangAction.WARN, (0,)),
+        ("sleeps", "computes without end", HangAction.END, (0, 1)),
+        ("waits and spins", "waits", HangAction.NOTHING, ()),
+        ("waits for more than four limits", "waits", HangAction.NOTHING, ()),
+        *[("waits for more than four limits",) * 2 + (HangAction.END, (0, 1))],
     ],
 )
 def test_two_ranks(first, second, action, ranks):
@@ -83,7 +83,7 @@ def test_two_ranks(first, second, action, ranks):
 def test_of_ranks_that_wait_those_hang_that_wait_for_something_else():
     common = STATES["waits for more than four limits"]
     states = {0: common, 1: STATES["waits elsewhere for more than four limits"], 2: common}
-    assert decide(states, 3) == (Action.END, (1,))
+    assert decide(states, 3) == (HangAction.END, (1,))
 
 
 def test_what_holds_of_any_three_ranks():
@@ -93,20 +93,20 @@ def test_what_holds_of_any_three_ranks():
         action, ranks = decide(dict(enumerate(STATES[name] for name in names)), 3)
         named = {names[rank] for rank in ranks}
         is_healthy = bool(HEALTHY & set(names)) and "stopped" not in names
-        assert (action is Action.WARN) == is_healthy, names
+        assert (action is HangAction.WARN) == is_healthy, names
         if is_healthy:
             assert named == HEALTHY & set(names), names
         elif HUNG & set(names):
-            assert action is Action.END and named == HUNG & set(names), names
+            assert action is HangAction.END and named == HUNG & set(names), names
         elif not all("four limits" in name for name in names):
-            assert action is Action.NOTHING, names
+            assert action is HangAction.NOTHING, names
 
 
 # prints whether this process computes, on a CPU and with an accelerator, while `call` runs
 COMPUTES = """
 import hashlib, multiprocessing, os, threading, time
 from megatron.training.launch import progress
-from megatron.training.launch.hang_limits import Limits
+from megatron.training.launch.hang_limits import HangLimits
 progress.TICK = 0.2
 
 def collatz(number):
@@ -132,7 +132,7 @@ def workers():
     threading.Event().wait()
 
 def computes(has_accelerator):
-    watched = progress.Progress(Limits(0.1, None, None, None, None))
+    watched = progress.RankProgress(HangLimits(0.1, None, None, None, None))
     watched.has_accelerator = has_accelerator
     for _ in range(6):
         watched._look()
@@ -184,7 +184,7 @@ def stalled(rank: int, world: int, computes: bool) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as err:
         connect(command_line.read(words, {}).config, watch)
         watch.monitor.has_accelerator = False
-        watch.monitor.begin(Phase("evaluation", limit=0.2))
+        watch.monitor.begin(RunPhase("evaluation", limit=0.2))
         end = time.monotonic() + 4.0
         while time.monotonic() < end:
             time.sleep(0.0 if computes else 4.0)

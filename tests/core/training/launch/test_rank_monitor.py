@@ -4,12 +4,10 @@ who is not believed."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import queue
 import re
-import resource
 import signal
 import socket
 import subprocess
@@ -23,7 +21,7 @@ import pytest
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis
 from megatron.training.launch import hang, network, progress, rank_monitor
-from megatron.training.launch.hang_limits import Phase
+from megatron.training.launch.hang_limits import RunPhase
 from megatron.training.launch.process import HUNG
 from megatron.training.launch.rank_monitor import (
     DIED,
@@ -208,54 +206,6 @@ def test_silent_connections_do_not_use_up_the_descriptors():
         socket.create_connection(("127.0.0.1", ranks.server.port), 5)
 
 
-def test_a_failure_of_the_monitor_itself_is_reported(monkeypatch, capsys):
-    ranks = Ranks(2, 2)
-    monkeypatch.setattr(ranks.server, "_take", lambda rank, message: 1 // 0)
-    ranks.lines[1].ask()
-    ranks.server._thread.join(5.0)
-    said = capsys.readouterr().out
-    assert said.count("WARNING") == 1 and "ZeroDivisionError" in said
-    time.sleep(rank_monitor.DEATH_COUNTS_AFTER + 0.3)
-    assert ranks.ended.empty()  # the run continues
-
-
-def test_rank_0_without_file_descriptors_waits_for_one(monkeypatch, capsys):
-    """It does not spin, and accepts the connection when there is one."""
-    monkeypatch.setattr(progress, "TICK", 0.3)
-    server = MonitorServer(2)
-    attempts = []
-
-    class Full:
-        """The listening socket of a process at its limit for three attempts."""
-
-        def __init__(self, server: socket.socket):
-            self._server = server
-
-        def fileno(self) -> int:
-            return self._server.fileno()
-
-        def accept(self):
-            attempts.append(time.monotonic())
-            if len(attempts) <= 3:
-                raise OSError(errno.EMFILE, "Too many open files")
-            return self._server.accept()
-
-    monkeypatch.setattr(server, "_server", Full(server._server))
-    address = [("127.0.0.1", server.port)]
-    place = ProcessId(0, 100, "here", "0")
-    MonitorClient(address, server.token, place, lambda failure: None, place).close()
-    assert len(attempts) == 4 and attempts[3] - attempts[0] > 0.8
-    assert capsys.readouterr().out.count("file descriptor") == 1
-
-
-def test_the_limit_of_open_files_is_raised():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
-    network.allow_open_files()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 @pytest.mark.parametrize("answer", [b"", b"\xff\n", b"[]\n", b'{"kind": "end", "end": {}}\n'])
 def test_the_next_address_is_tried_where_another_program_answers(answer):
     server = MonitorServer(2)
@@ -301,12 +251,6 @@ def test_the_interface_is_that_of_the_longest_route(tmp_path, monkeypatch, host,
     assert network.interface_towards(host) == name
 
 
-def test_the_address_on_the_way():
-    assert network.address_towards("127.0.0.1", 9) == (socket.AF_INET, "127.0.0.1")
-    with pytest.raises(OSError):
-        network.address_towards("no-such-host.invalid", 9)
-
-
 def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch, capsys):
     """Ranks 0 and 1 have waited longer than their limit; rank 2, which has none now (it writes a
     file, say), is no hang. Later it is one."""
@@ -321,17 +265,17 @@ def test_a_rank_within_its_limit_keeps_the_others_waiting(monkeypatch, capsys):
 
     ranks.server._judge = counted
     for line in ranks.lines[:2]:
-        line.begin(Phase("iteration", 5, 0.1, announced=False))
+        line.begin(RunPhase("iteration", 5, 0.1, announced=False))
     for _ in range(2):
         assert judged.acquire(timeout=60)
     assert ranks.ended.empty()
     assert len(re.findall(r"^straggler: rank 2 .* rank 0-1$", capsys.readouterr().out, re.M)) <= 1
-    ranks.lines[2].begin(Phase("iteration", 5, 0.1, announced=False))
+    ranks.lines[2].begin(RunPhase("iteration", 5, 0.1, announced=False))
     ends = dict(ranks.ended.get(timeout=60) for _ in range(3))
     assert {end.code for end in ends.values()} == {HUNG}
 
 
-ITERATION = Phase("iteration", 5, 0.1, announced=False)
+ITERATION = RunPhase("iteration", 5, 0.1, announced=False)
 
 
 def named(ranks: Ranks, count: int) -> set[tuple[int, int]]:
@@ -355,21 +299,6 @@ def test_ranks_that_wait_for_each_other_and_the_one_at_odds(monkeypatch, capfd):
         line.begin(ITERATION)
     assert named(ranks, 3) == {(2, HUNG)}
     assert re.search("0-1 .*all_reduce over dp", capfd.readouterr().err)
-
-
-def test_many_ranks(monkeypatch, capfd):
-    """A rank costs the server the same whatever their number, and one of 150 is named."""
-    monkeypatch.setattr(progress, "TICK", 0.2)
-    monkeypatch.setattr(progress, "sample", lambda: progress.Sample(frozenset(), {}))
-    begun = time.process_time()
-    ranks = Ranks(150, 150)
-    assert time.process_time() - begun < 150 * 0.2
-    for rank, line in enumerate(ranks.lines):
-        where = "all_reduce over tp" if rank == 100 else "all_reduce over dp"
-        monkeypatch.setattr(line, "_waits", lambda where=where: where)
-        line.begin(ITERATION)
-    assert named(ranks, 150) == {(100, HUNG)}
-    assert re.search("0-99, 101-149 .*all_reduce over dp", capfd.readouterr().err)
 
 
 def test_progress_is_no_hang(monkeypatch):
@@ -412,29 +341,10 @@ def test_a_silent_rank_is_inspected_by_a_rank_on_its_host(monkeypatch, capfd):
     assert [2] in asked and "inspected" in capfd.readouterr().err
 
 
-def test_nobody_is_silent_while_answers_arrive(monkeypatch):
-    """Of many ranks, or on a loaded machine, they come one after another."""
-    monkeypatch.setattr(progress, "TICK", 0.05)
-    monkeypatch.setattr(rank_monitor, "ANSWERS_WITHIN", 0.6)
-    ranks = Ranks(4, 4)
-    answered: queue.Queue[set[int]] = queue.Queue()
-    monkeypatch.setattr(ranks.server, "_judge", lambda: answered.put(set(ranks.server._answers)))
-    for rank, line in enumerate(ranks.lines):
-        answer = line._answer()
-
-        def later(seconds: float = 0.3 * rank, answer: dict = answer) -> dict:
-            time.sleep(seconds)
-            return answer
-
-        monkeypatch.setattr(line, "_answer", later)
-    ranks.lines[0].begin(ITERATION)
-    assert answered.get(timeout=60) == {0, 1, 2, 3}
-
-
 def test_a_rank_in_a_long_phase_need_not_answer():
     """It may hold the interpreter's lock in a save; in an iteration it does not."""
     ranks = Ranks(2, 2)
-    for phase, is_late in ((Phase("save", limit=1000.0), False), (ITERATION, True)):
+    for phase, is_late in ((RunPhase("save", limit=1000.0), False), (ITERATION, True)):
         ranks.lines[1].begin(phase)
         ranks.lines[1].ask()  # so the server has read what was sent before
         ranks.server._answers.clear()
@@ -451,7 +361,7 @@ def test_a_rank_that_computes_has_ten_limits(monkeypatch, capfd):
     monkeypatch.setattr(ranks.lines[0], "_waits", lambda: "all_reduce over dp")
     actions = 0
     ranks.lines[1].progress = lambda: actions
-    limit = Phase("iteration", 5, 0.3, announced=False)
+    limit = RunPhase("iteration", 5, 0.3, announced=False)
     for line in ranks.lines:
         line.begin(limit)
     for _ in range(3):
@@ -472,9 +382,9 @@ def test_a_rank_that_stops_computing_has_one_limit(monkeypatch):
     ranks.computing.add(1)
     monkeypatch.setattr(ranks.lines[0], "_waits", lambda: "all_reduce over dp")
     for line in ranks.lines:
-        line.begin(Phase("iteration", 5, 1.0, announced=False))
+        line.begin(RunPhase("iteration", 5, 0.4, announced=False))
     with pytest.raises(queue.Empty):
-        ranks.ended.get(timeout=3.0)
+        ranks.ended.get(timeout=1.2)
     ranks.computing.clear()
     begun = time.monotonic()
     assert named(ranks, 2) == {(1, HUNG)}
@@ -506,7 +416,7 @@ def test_a_machine_that_sleeps_is_no_hang(monkeypatch, capfd):
     def sleep() -> dict:
         asked.set()
         machine.asleep += 3600.0
-        time.sleep(1.0)
+        time.sleep(0.5)
         return answer
 
     answer = ranks.lines[2]._answer()
@@ -516,15 +426,8 @@ def test_a_machine_that_sleeps_is_no_hang(monkeypatch, capfd):
         line.begin(ITERATION)
     assert asked.wait(60)
     with pytest.raises(queue.Empty):
-        ranks.ended.get(timeout=3.0)
-    assert named(Ranks(2, 1, startup=1.0), 1) == {(1, HUNG)}
-
-
-def test_a_rank_0_that_does_not_answer_is_not_nobody(monkeypatch):
-    monkeypatch.setattr(rank_monitor, "ANSWERS_WITHIN", 0.05)
-    ranks = Ranks(2, 2)
-    monkeypatch.setattr(ranks.server, "_take", lambda rank, message: None)
-    assert ranks.lines[1].ask() is None
+        ranks.ended.get(timeout=1.5)
+    assert named(Ranks(2, 1, startup=0.5), 1) == {(1, HUNG)}
 
 
 def test_the_collective_and_its_axis_are_read_off_the_stack():

@@ -26,9 +26,3 @@ def test_each_moe_layer_has_its_numbers_in_the_metrics_file_and_not_in_the_line(
         assert all(0.8 * math.log(6) < value <= math.log(6) for value in entropies)
         assert 0.4 < row["dropped_share"] < 1
     assert all("z_loss" in line for line in run.lines) and "moe/" not in run.log
-
-
-def test_without_the_flag_layers_are_not_logged(tmp_path):
-    model = tuple(flag for flag in MOE if flag != "--moe-per-layer-logging")
-    run = train(tmp_path / "run", argv(write_text(tmp_path / "text", 100), model, 4, "--fp64"))
-    assert "z_loss" in run.rows[0] and not any(name.startswith("moe/") for name in run.rows[0])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.analysis.log_reader import Evaluation, read_text
+from megatron.analysis.log_reader import LoggedEvaluation, read_text
 from megatron.training.logging.iteration import Interval
 from megatron.training.logging.short_format import (
     WIDTH,
@@ -103,13 +103,6 @@ def test_a_line_without_training():
     assert not found.trained and found.user_skipped == 10 and found.grad_norm is None
 
 
-def test_constant_and_normal_things_are_not_printed():
-    line = line_of(Interval([2.5], 1, 2.0, 8), 1.0)
-    assert not any(
-        word in line for word in ("scale", "skip", "nan", "batch", "TFLOP", "zeros", "params")
-    )
-
-
 def test_infinite_and_nan():
     interval = Interval([math.nan], 1, 2.0, 8, nan_iterations=1)
     line = line_of(interval, 1.0, grad_norm=math.inf)
@@ -131,11 +124,11 @@ def test_evaluations_are_read_back():
         == " validation at iteration 300 | loss 4.0100 | perplexity 55.15 | bits per byte 2.3145"
     )
     assert read_text("\n".join(lines)).evaluations == [
-        Evaluation(300, "validation", 4.01, 2.3145),
-        Evaluation(300, "validation-1", 3.5),
-        Evaluation(400, "test", 11.5),
-        Evaluation(7, "validation", 1.5),
-        Evaluation(8, "test", 1.25),
+        LoggedEvaluation(300, "validation", 4.01, 2.3145),
+        LoggedEvaluation(300, "validation-1", 3.5),
+        LoggedEvaluation(400, "test", 11.5),
+        LoggedEvaluation(7, "validation", 1.5),
+        LoggedEvaluation(8, "test", 1.25),
     ]
     assert read_text("\n".join(lines)).records == []
 
@@ -200,4 +193,4 @@ def test_numbers(function, value, text):
 
 def test_a_damaged_evaluation_does_not_end_the_reading_of_a_log():
     text = " validation at iteration 4 | loss 2.25 | perplexity 9.4 | bits per byte 1.65.04\n"
-    assert read_text(text).evaluations == [Evaluation(4, "validation", 2.25, 1.65)]
+    assert read_text(text).evaluations == [LoggedEvaluation(4, "validation", 2.25, 1.65)]

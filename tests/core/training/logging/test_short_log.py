@@ -92,13 +92,6 @@ def test_no_control_characters_where_there_is_no_status_line(printed, monkeypatc
         assert out.getvalue().startswith(" iter") and "\x1b" not in out.getvalue()
 
 
-def test_other_formats_have_no_control_characters_on_a_terminal(printed):
-    out = printed()
-    log.show_details(True)
-    log.print_line("text")
-    assert out.getvalue() == "text\n"
-
-
 def test_first_last_and_every_interval_have_a_line():
     short = make(speaks=False, log_interval=10, train_iters=37, exit_interval=25)
     due = []

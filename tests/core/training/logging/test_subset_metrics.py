@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from megatron.data.subsets import shortened
 from megatron.training import build_data
+from tests import recorder
 from tests.core.config.checks.checked_flags import checked
 from tests.core.parity.layouts import CP, DISTRIBUTED, PP, TP
 from tests.problems import code_of
@@ -145,3 +147,17 @@ def test_counting_changes_no_number(blend, alone, tmp_path):
     plain = train(tmp_path / "plain", words)
     assert plain.series("lm_loss", "grad_norm") == alone[0].series("lm_loss", "grad_norm")[:3]
     assert not any("/" in key for key in plain.rows[0])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", [DISTRIBUTED, (TP, "2"), (PP, "2")], ids=" ".join)
+def test_no_collective_of_their_own(layout, blend, tmp_path):
+    """As many of each kind with as without; numbers travel in those that are there."""
+    seen = []
+    for name, counted in (("plain", False), ("counted", True)):
+        words = argv(blend, *layout, "--exit-interval", "2")
+        words = [word for word in words if counted or not word.startswith(("--log-s", "--log-a"))]
+        train(tmp_path / name, words, 2, hook=recorder.watch)
+        calls = [recorder.read(tmp_path / name, rank)[1] for rank in range(2)]
+        seen.append([Counter((call.operation, call.ranks) for call in each) for each in calls])
+    assert seen[0] == seen[1] and all(seen[0])

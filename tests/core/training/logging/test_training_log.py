@@ -195,9 +195,9 @@ TIMERS = [
 @pytest.mark.parametrize(
     "level, option, names",
     [
-        (0, "minmax", []),
+        pytest.param(0, "minmax", [], marks=pytest.mark.campaign),
         (1, "minmax", [n for n in TIMERS if "-compute" not in n and "batch" not in n]),
-        (2, "minmax", TIMERS),
+        pytest.param(2, "minmax", TIMERS, marks=pytest.mark.campaign),
         (2, "all", TIMERS),
         pytest.param(2, "max", TIMERS, marks=pytest.mark.campaign),
     ],

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import skip_log
-from megatron.config.skip_ranges import SkipRanges
 from megatron.data import gpt_dataset, token_bytes
-from megatron.parallel.random import DropoutSeeds
 from megatron.training import build, build_data, loop, step
 from megatron.training.logging import training_log
 from tests.forkrun import RanksFailed
@@ -138,27 +136,6 @@ def note_batches(folder: str) -> None:
     loop.train_step = noted_step
 
 
-def note_masks(folder: str) -> None:
-    """The seeds of every dropout mask of iteration 4."""
-    train_step = loop.train_step
-    seed_of = DropoutSeeds.seed
-    now = []
-
-    def noted_step(run, forward_step, samples, iteration, own):
-        now[:] = [iteration]
-        return train_step(run, forward_step, samples, iteration, own)
-
-    def noted_seed(self, layer, site, part=0):
-        seed = seed_of(self, layer, site, part)
-        if now == [4]:
-            with open(f"{folder}/masks", "a") as file:
-                file.write(f"{layer} {site} {seed}\n")
-        return seed
-
-    loop.train_step = noted_step
-    DropoutSeeds.seed = noted_seed
-
-
 def note_seconds(folder: str) -> None:
     """The CPU seconds of this thread in the loop, training apart, and which samples and bytes were
     fetched."""
@@ -225,15 +202,3 @@ def batches(folder: Path) -> dict[int, list]:
         iteration, sums, heads = json.loads(line)
         found.setdefault(iteration, []).extend(zip(sums, map(tuple, heads), strict=True))
     return {iteration: sorted(rows) for iteration, rows in found.items()}
-
-
-def keep_position(folder: str) -> None:
-    """A hook that plants a fault: that skipped iterations do not move the data, as in the first
-    version of the seed."""
-    note_batches(folder)
-    right = loop.training_samples
-
-    def wrong(sampler, schedule, skips, first, last, shift=0):
-        return right(sampler, schedule, SkipRanges(), first, last, shift)
-
-    loop.training_samples = wrong

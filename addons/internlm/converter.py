@@ -1,0 +1,70 @@
+"""What InternLM adds to tools/convert_checkpoint.py: internlm-import, and its families of Hugging
+Face models. Imports no torch, so that --help is immediate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments import arg
+from tools.shared.program import Command
+
+from ..convert.options import Answer, finish, ignored_keys, path_of
+from .choices import MLP_ORDERS
+from .families import FAMILIES
+
+__all__ = ["COMMANDS", "FAMILIES"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InternLMImport:
+    """internlm-import."""
+
+    source: Path = path_of(
+        "SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)"
+    )
+    target: Path = path_of("DIR", "run directory to create")
+    mlp_weights: str | None = arg(
+        None,
+        choices=tuple(sorted(MLP_ORDERS)),
+        help="w2-up: w2 is the up and w3 the down matrix, as before "
+        "February 2024; w2-down: the other way round, as since then and in InternEvo (default: "
+        "what their shapes show)",
+    )
+    max_position_embeddings: int | None = arg(
+        None, help="context length (default: what the file says, or 2048)"
+    )
+    tokenizer_model: Path | None = arg(
+        None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
+    )
+    ignore_config_key: tuple[str, ...] = ignored_keys("keys of model_config.pt")
+    args: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="flags of the run (from tools/internlm_config.py): convert the optimizer's state and "
+        "the counters too, so that --load resumes",
+    )
+
+    def run(self) -> Answer:
+        """Do it."""
+        from .checkpoint import internlm_import
+
+        return internlm_import(
+            self.source,
+            self.target,
+            order=self.mlp_weights,
+            args_file=self.args,
+            tokenizer=self.tokenizer_model,
+            positions=self.max_position_embeddings,
+            ignored=self.ignore_config_key,
+        )
+
+
+COMMANDS = {
+    "internlm-import": Command(
+        "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
+        InternLMImport,
+        finish,
+    ),
+}
