@@ -19,6 +19,7 @@ from megatron.config.checks import rules
 from megatron.config.kernels import KernelsConfig
 from megatron.config.model import ModelConfig, TransformerConfig
 from megatron.config.moe import MoEConfig
+from megatron.config.mup import MupConfig
 from megatron.config.tree import Config
 from megatron.kernels.select import choose_kernels
 from tests.core.model.tiny import tiny_config, tiny_model, tokens
@@ -231,8 +232,8 @@ def flips(base: str) -> list[tuple[str, Config, bool]]:
     weights = {p.sharding.name: p.detach() for p in built(config).parameters()}
     expected = logits(config, weights)
     found = []
-    groups = (MoEConfig if base in MOE else TransformerConfig, KernelsConfig)
-    for name in (field.name for group in groups for field in fields(group)):
+    groups = (MoEConfig,) if base in MOE else (TransformerConfig, MupConfig)
+    for name in (field.name for group in (*groups, KernelsConfig) for field in fields(group)):
         for value in others(config, name):
             flags = BASES[base] | NEEDED.get(name, {}) | {name: value}
             accepted = config_of(flags | BF16.get(name, {}))

@@ -219,10 +219,15 @@ class Attention(Mixer):
             return
         tp, cp, heads = (f[name] for name in names)
         own, groups = heads // tp, self.groups_of_rank(tp)
-        fits = [n for n in range(1, own + 1) if not (own % n or groups % n and n % groups)]
         ranks, _ = f.config.parallel.split_context(self.comm_type)
-        if heads % tp or ranks in fits:
+
+        def fit(n: int) -> bool:
+            return not (own % n or groups % n and n % groups)
+
+        if heads % tp or fit(ranks):
             return
+        # a number of heads may be any; nobody has more ranks in a group than this
+        fits = [n for n in range(1, min(own, 4096) + 1) if fit(n)]
         most = max(n for n in fits if cp % n == 0)
         levels = f", a2a+p2p with --hierarchical-context-parallel-sizes {most} {cp // most}"
         yield (
