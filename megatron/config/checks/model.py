@@ -23,10 +23,11 @@ def _blocks(f: Facts) -> Iterator[str]:
     """What the blocks of the layers refuse. Where number or pattern of the layers is wrong, one
     layer stands for all."""
     model = f.config.model
-    if not f.ok("num_layers") or f.bad & PATTERNS:
+    if not f.ok("num_layers") or f.bad & (PATTERNS | {"mtp_num_layers"}):
         model = replace(
             model,
             num_layers=1,
+            mtp_num_layers=None,
             moe_layer_freq="1",
             no_rope_freq=None,
             window_attn_skip_freq=None,
