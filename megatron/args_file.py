@@ -58,7 +58,7 @@ def _expanded(
         path = Path(word[1:]) if not within else within[-1].parent / word[1:]
         if os.path.realpath(path) in map(os.path.realpath, within):
             raise Problems([f"@{path}: includes itself [args-file-includes-itself]"])
-        real = path.resolve()
+        real = Path(os.path.realpath(path))
         if folders and not any(real.is_relative_to(folder.resolve()) for folder in folders):
             raise ValueError(
                 f"@{path}: not read, because it is outside of {' and '.join(map(str, folders))}; "

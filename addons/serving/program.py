@@ -99,7 +99,7 @@ class Options(SpeculativeOption, ModelOptions):
 def run_name(checkpoint: str) -> str:
     """The name of a run: that of its directory, above an iter_XXXXXXX and a folder that only says
     that it holds checkpoints."""
-    path = Path(checkpoint).resolve()
+    path = Path(os.path.realpath(checkpoint))
     if path.name.startswith("iter_"):
         path = path.parent
     if path.name in ("checkpoint", "checkpoints", "ckpt", "ckpts"):

@@ -353,19 +353,18 @@ def test_bad_files_are_problems_beside_the_others(tmp_path: Path):
     (tmp_path / "loop.args").write_text("@loop.args")
     (tmp_path / "quote.args").write_text("--bright\n--the-title 'open\n")
     (tmp_path / "bytes.args").write_bytes(b"\xff\xfe\x00")
-    lines = problems(
-        *[f"@{tmp_path / name}" for name in ("none.args", "loop.args", "quote.args", "bytes.args")],
-        "--width",
-        "x",
-    )
+    (tmp_path / "link.args").symlink_to(tmp_path / "link.args")
+    names = ("none.args", "link.args", "loop.args", "quote.args", "bytes.args")
+    lines = problems(*[f"@{tmp_path / name}" for name in names], "--width", "x")
     assert codes_of(lines) == [
+        "file-not-readable",
         "file-not-readable",
         "args-file-includes-itself",
         "args-file-malformed",
         "args-file-malformed",
         "value-malformed",
     ]
-    assert "line 2" in lines[2]
+    assert "line 2" in lines[3]
 
 
 @pytest.mark.parametrize(("words", "files"), [("", 30), ("1 " * 100_000, 5)])
