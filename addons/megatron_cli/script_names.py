@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from megatron import log
+from megatron.config.plan.pipeline_layout import mtp_is_apart
 from megatron.data.script_datasets import OfFlags
 from megatron.training.script_args import Arguments, context, get_args, get_tokenizer
 from megatron.training.script_ranks import mpu
@@ -211,15 +212,18 @@ def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True) -> An
 
 
 def mtp_on_this_rank(config: Any = None, ignore_virtual: bool = True, **of_flags: Any) -> bool:
-    """Are layers of multi-token prediction here? They are on the last pipeline stage, in its last
-    virtual stage, whose number is `vp_stage`; `config` and the rest say what the flags say."""
-    last = mpu.is_pipeline_last_stage(ignore_virtual, of_flags.get("vp_stage"))
-    return bool(get_args().mtp_num_layers) and last
+    """Are layers of multi-token prediction here? All virtual stages of a rank count as one;
+    `config` and the rest say what the flags say."""
+    stages = range(mpu.get_pipeline_model_parallel_world_size())
+    return mpu.get_pipeline_model_parallel_rank() in get_mtp_ranks(stages, config)
 
 
 def get_mtp_ranks(pp_ranks: Sequence[int], config: Any) -> list[int]:
-    """That of the last stage of a pipeline's ranks, where there are such layers."""
-    return list(pp_ranks[-1:]) if get_args().mtp_num_layers else []
+    """Of a pipeline's ranks that with such layers: the last one, or the one before it by
+    --pipeline-model-parallel-layout."""
+    args = get_args()
+    apart = mtp_is_apart(args.pipeline_model_parallel_layout)
+    return [pp_ranks[-1 - apart]] if args.mtp_num_layers else []
 
 
 class RerunStateMachine:

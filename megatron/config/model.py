@@ -76,12 +76,11 @@ class ModelConfig(ModelFlags):
         """In how many layers each block is, mixers first."""
         specs = self.layer_counts().items()
         counts: Counter[Block] = Counter()
-        for block, count in [
-            *((spec.mixer, count) for spec, count in specs),
-            *((spec.mlp, count) for spec, count in specs),
-        ]:
-            if block is not None:
-                counts[block] += count
+        for mixers in (True, False):
+            for spec, count in specs:
+                for block in (*spec.blocks, *spec.outer):
+                    if isinstance(block, Mixer) is mixers:
+                        counts[block] += count
         return counts
 
     @property
@@ -96,7 +95,7 @@ class ModelConfig(ModelFlags):
         counts: Counter[str] = Counter()
         for block, count in self.blocks.items():
             counts[block.text] += count
-        layers = self.mtp_layers.stop
+        layers = len(_layers(self))
         return ", ".join(
             text + (f" in {count} of {layers} layers" if count < layers else "")
             for text, count in counts.items()
@@ -107,8 +106,8 @@ class ModelConfig(ModelFlags):
 def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers; equal ones are the same object."""
     specs: dict[tuple[bool, Rope | None, int | None, str], LayerSpec] = {}
-    layers = []
-    for number in map(model.kind_of, range(model.mtp_layers.stop)):
+    layers: list[LayerSpec] = []
+    for number in range(model.num_layers):
         differs = (
             model.is_moe_layer(number),
             model.rope(number),
@@ -118,4 +117,10 @@ def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
         if differs not in specs:
             specs[differs] = model._layer(*differs)
         layers.append(specs[differs])
+    if model.mtp_num_layers:  # like the last one
+        from megatron.model.blocks.mtp.facts import MTPLayerSpec, Projection
+
+        layers += [MTPLayerSpec(**vars(layers[-1]), projection=Projection(model))] * len(
+            model.mtp_layers
+        )
     return tuple(layers)

@@ -923,19 +923,15 @@ class TransformerConfig:
         return not self.untie_embeddings_and_output_weights
 
     @property
-    def embeds_at_both_ends(self) -> bool:
-        """Has the last pipeline stage a copy of the word embedding?"""
+    def embeds_again(self) -> bool:
+        """Is the word embedding used behind the first pipeline stage, too?"""
         return self.tied or self.mtp_num_layers is not None
 
     @property
     def mtp_layers(self) -> range:
-        """The numbers of multi-token prediction's layers, counted on behind the decoder's."""
+        """The numbers of multi-token prediction's layers, counted on behind the decoder's, whose
+        last one they are like."""
         return range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0))
-
-    def kind_of(self, layer: int) -> int:
-        """The layer of the decoder that the one of this number is like: the last one, of
-        multi-token prediction's."""
-        return min(layer, self.num_layers - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -977,8 +973,8 @@ class ModelFlags(MupConfig, MoEConfig, TransformerConfig):
     @property
     def moe_layers(self) -> list[int]:
         """The layers with experts, multi-token prediction's among them."""
-        layers = range(self.mtp_layers.stop)
-        return [layer for layer in layers if self.is_moe_layer(self.kind_of(layer))]
+        layers = [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
+        return layers + list(self.mtp_layers) * ((self.num_layers - 1) in layers)
 
     @property
     def router_numbers(self) -> int:

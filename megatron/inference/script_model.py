@@ -18,7 +18,7 @@ from megatron.config.script import Script
 from megatron.config.tree import Config
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.inference.cached_model import CachedModel
-from megatron.model.gpt import Chunk, GPTModel
+from megatron.model.gpt import GPTModel
 from megatron.parallel.sharding import sharding_of
 from megatron.training import script_args, script_model
 
@@ -39,7 +39,7 @@ def build(
     line = CommandLine(config, {}, {}, [], 1, 0, extra, script=script)
     plan = make_plan(config, 1, arguments["vocab_size"])
     script_args.begin(line, plan, "gloo", tokenizer, 0)
-    arguments["chunk"] = Chunk(range(config.model.num_layers), True, True)
+    arguments["chunk"] = plan.chunks(0)[0]
     (model,) = script_model.build(
         script.model_provider, config, arguments["ctx"], arguments["device"], [arguments]
     )

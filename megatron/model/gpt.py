@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
     WORD_EMBEDDING,
+    Chunk,
     ParameterSpec,
     count_parameters,
     stage_table,
@@ -25,7 +26,7 @@ from megatron.kernels.cross_entropy import RowOutputs, soft_cap
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.module import LayerInputs, Recompute
 from megatron.model.embedding import Embedding
-from megatron.model.layer import Decoder
+from megatron.model.layer import Decoder, TransformerLayer
 from megatron.parallel.collectives import gather_alike
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -59,15 +60,6 @@ def hidden_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
-class Chunk(NamedTuple):
-    """The layers of a part of a GPT, by their global numbers. The `first` chunk has the embedding,
-    the `last` one final norm, output layer and loss; either may have no layers."""
-
-    layers: range
-    first: bool
-    last: bool
-
-
 class GPTModel(nn.Module):
     """A GPT, or the `chunk` of one.
 
@@ -94,7 +86,8 @@ class GPTModel(nn.Module):
         kernels: Kernels = Kernels(),
     ):
         super().__init__()
-        layers, first, last = chunk or Chunk(range(config.num_layers), True, True)
+        chunk = chunk or Chunk(range(config.num_layers), True, True, True)
+        layers, first, final, last = chunk
         self.ctx = ctx
         self.vocab_size = vocab_size
         self.loss_dtype = torch.float16 if precision.fp16_lm_cross_entropy else None
@@ -103,7 +96,7 @@ class GPTModel(nn.Module):
         self.label_smoothing = config.label_smoothing
         self.z_loss_coeff = config.z_loss_coeff
         self.softcap = config.final_logit_softcapping
-        table = stage_table(table, layers, first, last)
+        table = stage_table(table, chunk)
         scaling = None
         if precision.fp8 is not None:
             from megatron.parallel.fp8 import scaling_factory
@@ -113,14 +106,15 @@ class GPTModel(nn.Module):
             )
         params = ParameterFactory(table, ctx, dtype, device, scaling)
         self.first = first
-        embeds = first or (last and config.mtp_num_layers)
+        self.hidden_dtype = hidden_dtype(config, dtype)
+        embeds = first or (final and config.mtp_num_layers)
         self.embedding = Embedding(config, params.scope("embedding"), ctx) if embeds else None
         self.decoder = Decoder(
-            config, params.scope("decoder"), ctx, layers, last, kernels, dtype, device, recompute
+            config, params.scope("decoder"), ctx, layers, final, kernels, dtype, device, recompute
         )
         self.output_layer = self._build_output_layer(config, params, kernels) if last else None
         self.mtp = None
-        if last and config.mtp_num_layers:
+        if final and config.mtp_num_layers:
             from megatron.model.blocks.mtp.module import MultiTokenPrediction
 
             self.mtp = MultiTokenPrediction(
@@ -170,8 +164,8 @@ class GPTModel(nn.Module):
         depths: Depths | None = None,
     ) -> torch.Tensor:
         """Per-token losses [b, s] (fp32) with labels, else logits [b, s, vocab_size] of the real
-        vocabulary; of a chunk without the last layer hidden states [s, b, h] ([s/tp, b, h] with
-        sequence parallelism).
+        vocabulary; of a chunk without output layer hidden states [s, b, h] ([s/tp, b, h] with
+        sequence parallelism), behind multi-token prediction [(1 + depths) s, b, h].
 
         tokens, labels [b, s]. position_ids [b, s], or None for 0..s-1 (cheaper). attention_mask:
         None; attention is causal, and document_ids [b, s] keep it inside documents.
@@ -208,12 +202,20 @@ class GPTModel(nn.Module):
         # The layers add to it; the last chunk has the final norm too.
         inputs = LayerInputs(None, document_ids, dropout_seeds, router_step)
         x = self.decoder(x, inputs, s, position_ids)
+        states = [x]
+        if depths is not None and self.mtp is not None:
+            assert self.embedding is not None
+            states = self.mtp(x, self.embedding, inputs, depths, s, position_ids)
         if self.output_layer is None:
-            return x
+            x = torch.cat(states) if len(states) > 1 else x
+            return x.to(self.hidden_dtype)
+        if self.decoder.final_layernorm is None:  # the stage before has it, and self.mtp
+            received = x.to(self.output_layer.weight.dtype)
+            states = list(received.chunk(1 if depths is None else 1 + len(depths.depths)))
+        x = states[0]
         if labels is not None:
-            if depths is not None and self.mtp is not None:
-                assert self.embedding is not None
-                x = self.mtp(x, self.embedding, self._told, inputs, depths, s, position_ids)
+            if depths is not None:
+                x = depths.add_losses(states, self._told)
             return self.losses(self.output_layer(x), labels, token_metrics)
         all_logits = gather_alike(self.logits(x), self.ctx.tp, dim=-1)
         return all_logits[..., : self.vocab_size].transpose(0, 1)
@@ -274,14 +276,17 @@ class GPTModel(nn.Module):
 
     def layer(self, number: int) -> nn.Module:
         """The transformer layer of this (global) number."""
-        if self.mtp is not None and number in self.mtp.numbers:
-            return self.mtp.layers[number - self.mtp.numbers.start].transformer_layer
-        return self.decoder.layers[str(number)]
+        return next(layer for layer in self.layers() if layer.number == number)
+
+    def layers(self) -> list[TransformerLayer]:
+        """All transformer layers, in order."""
+        behind = [] if self.mtp is None else [each.transformer_layer for each in self.mtp.layers]
+        return [*self.decoder.layers.values(), *behind]
 
     def dropout_places(self) -> list[Place]:
         """Where it takes seeds of dropout."""
         places = [self.embedding.place] if self.embedding and self.embedding.dropout else []
-        for layer in self.decoder.layers.values():
+        for layer in self.layers():
             places += [(layer.number, *site) for site in layer.dropout_sites.items()]
         return places
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -38,8 +39,9 @@ class ParallelContext:
     or with --use-tp-pp-dp-mapping tp + TP * (cp + CP * (pp + PP * dp)). Ranks of an axis ascend.
 
     Axes: tp, cp, dp, pp; pp_gradients (the ranks of pp in a group of their own); dp_cp (ranks that
-    see other tokens and hold the same weights), ends (first and last pipeline stage), model (tp x
-    pp: the shards of one replica), world. World size 1 needs no process group at all.
+    see other tokens and hold the same weights), ends (the pipeline stages `embeds`, by default the
+    first and the last: those that may hold the word embedding), model (tp x pp: the shards of one
+    replica), world. World size 1 needs no process group at all.
 
     The distributed optimizer cuts dp_cp into instances of consecutive ranks: shard (ranks of one
     instance, which share one copy of the optimizer's state), instances (ranks with the same share
@@ -55,7 +57,13 @@ class ParallelContext:
     same (EP above 1, or ETP not TP) the optimizer's axis is the world.
     """
 
-    def __init__(self, config: ParallelConfig, world_size: int = 1, rank: int = 0):
+    def __init__(
+        self,
+        config: ParallelConfig,
+        world_size: int = 1,
+        rank: int = 0,
+        embeds: Sequence[int] | None = None,
+    ):
         tp = config.tensor_model_parallel_size
         cp = config.context_parallel_size
         pp = config.pipeline_model_parallel_size
@@ -82,7 +90,7 @@ class ParallelContext:
         self.pp_gradients = self._axis("pp_gradients", grid, 0)
         self.dp_cp = self._axis("dp_cp", grid.flatten(1, 2), 1)
         self.model = self._axis("model", grid.permute(1, 2, 0, 3).flatten(2), 2)
-        self.ends = self._axis("ends", grid[[0, -1]] if pp > 1 else grid[:1], 0)
+        self.ends = self._axis("ends", grid[list(embeds or sorted({0, pp - 1}))], 0)
         self.world = self._axis("world", grid.flatten(), 0)
         self._cut_into_instances(grid.flatten(1, 2), config)
         self._split_experts(grid.flatten(1), config)

@@ -23,7 +23,8 @@ class P2PLinks:
     gradients in another.
 
     So neither waits behind the other where a backend has one queue for a pair of ranks (NCCL).
-    Without `overlap` each transfer is waited for where it starts.
+    Without `overlap` each transfer is waited for where it starts. `last_shape`: that of the last
+    chunk's input on the last stage.
     """
 
     def __init__(
@@ -31,14 +32,18 @@ class P2PLinks:
         activations: Axis,
         gradients: Axis,
         shape: tuple[int, ...],
+        last_shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         overlap: bool = True,
+        chunks: int = 1,
     ):
         self._activations = activations
         self._gradients = gradients
         self._overlap = overlap
         self._shape = shape
+        self._last = chunks * activations.size - 1  # of the virtual stages
+        self._last_shape = last_shape
         self._dtype = dtype
         self._device = device
         self._sends: deque[Callable[[], torch.Tensor]] = deque()
@@ -47,7 +52,8 @@ class P2PLinks:
         """Start an asynchronous send; the tensor is kept until it is sent, at most
         SENDS_UNDER_WAY of them."""
         assert action.peer is not None, action
-        assert x.shape == self._shape and x.dtype == self._dtype, f"{action}: {x.shape} {x.dtype}"
+        shape = self._shape_of(action)
+        assert x.shape == shape and x.dtype == self._dtype, f"{action}: {x.shape} {x.dtype}"
         self._sends.append(start_send(x, self._axis(action), action.peer))
         while len(self._sends) > (SENDS_UNDER_WAY if self._overlap else 0):
             self._sends.popleft()()
@@ -55,7 +61,7 @@ class P2PLinks:
     def receive(self, action: Action) -> Callable[[], torch.Tensor]:
         """Start an asynchronous receive; the function waits for the tensor and returns it."""
         assert action.peer is not None, action
-        x = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        x = torch.empty(self._shape_of(action), dtype=self._dtype, device=self._device)
         wait = start_receive(x, self._axis(action), action.peer)
         if self._overlap:
             return wait
@@ -66,6 +72,11 @@ class P2PLinks:
         """Wait for all sends."""
         while self._sends:
             self._sends.popleft()()
+
+    def _shape_of(self, action: Action) -> tuple[int, ...]:
+        of_output = action.kind in ("send_activation", "receive_gradient")
+        virtual = action.chunk * self._activations.size + self._activations.rank
+        return self._last_shape if virtual + of_output == self._last else self._shape
 
     def _axis(self, action: Action) -> Axis:
         return self._activations if action.kind.endswith("activation") else self._gradients
@@ -182,7 +193,8 @@ class Pipeline:
 
     shape, dtype: the hidden states that pass between stages, [s, b, h] ([s/tp, b, h] with sequence
     parallelism). group: micro-batches that pass a chunk in turn, by default as many as stages.
-    forward_shape: that of a run without backward, if it differs.
+    forward_shape: that of a run without backward, if it differs. lengths: so many times as long is
+    the input of the last chunk on the last stage, with backward.
     """
 
     def __init__(
@@ -195,17 +207,19 @@ class Pipeline:
         overlap: bool = True,
         group: int | None = None,
         forward_shape: tuple[int, ...] | None = None,
+        lengths: int = 1,
     ):
         self._pp = ctx.pp
         self.chunks = chunks
         self._group = group
         self._overlap = overlap
         self.actions_done = 0  # since the start: how the rank monitor sees progress
+        last_shape = (lengths * shape[0], *shape[1:])
         self._links, self._forward_links = (
-            P2PLinks(ctx.pp, ctx.pp_gradients, hidden_shape, dtype, device, overlap)
+            P2PLinks(ctx.pp, ctx.pp_gradients, *shapes, dtype, device, overlap, chunks)
             if ctx.pp.size > 1
             else None
-            for hidden_shape in (shape, forward_shape or shape)
+            for shapes in ((shape, last_shape), (forward_shape or shape,) * 2)
         )
 
     def is_last(self, chunk: int) -> bool:

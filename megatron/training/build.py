@@ -20,7 +20,7 @@ from megatron.data.tokenizers.build import Tokenizer
 from megatron.kernels import select
 from megatron.kernels.select import choose_kernels, fp8_rows, kernel_table
 from megatron.model.blocks.module import Recompute
-from megatron.model.gpt import Chunk, GPTModel, hidden_dtype
+from megatron.model.gpt import GPTModel, hidden_dtype
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer, ModelRanks
 from megatron.optimizer.scheduler import build_scheduler
 from megatron.parallel.collectives import all_reduce
@@ -75,7 +75,6 @@ def build_model(
     for row in fp8_rows(runtime.device, config):
         if row.on:
             log.detail(f" > {row.operation}: {row.implementation} ({row.reason})")
-    chunks = plan.layers_per_stage[ctx.pp.rank]
     arguments: list[dict[str, Any]] = [
         dict(
             config=config.model,
@@ -85,15 +84,11 @@ def build_model(
             vocab_size=plan.vocab_size,
             dtype=getattr(torch, config.precision.params_dtype),
             device=runtime.device,
-            chunk=Chunk(
-                layers,
-                first=ctx.pp.rank == 0 and number == 0,
-                last=ctx.pp.rank == ctx.pp.size - 1 and number == len(chunks) - 1,
-            ),
-            recompute=_recompute(config.training, len(layers)),
+            chunk=chunk,
+            recompute=_recompute(config.training, len(chunk.layers)),
             kernels=kernels,
         )
-        for number, layers in enumerate(chunks)
+        for chunk in plan.chunks(ctx.pp.rank)
     ]
     if script.model_provider is None:
         model = Chunks(GPTModel(**of_chunk) for of_chunk in arguments)
@@ -152,6 +147,7 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
         config.parallel.overlap_p2p_comm,
         config.parallel.microbatch_group_size_per_vp_stage,
         shape(plan.evaluation_batch.micro_batch_size),
+        1 + len(plan.behind) * plan.apart,
     )
 
 
@@ -233,7 +229,7 @@ def build_run(
 
         ring = len(plan.layers_per_stage[0]) > 1
         communicators = make_communicators(
-            ctx, runtime.device, tied=config.model.embeds_at_both_ends, ring=ring
+            ctx, runtime.device, tied=config.model.embeds_again, ring=ring
         )
         log.detail(
             f"> made {len(communicators)} communicators on rank 0: {', '.join(communicators)}"

@@ -519,7 +519,7 @@ BUGS = {
     # Pipeline parallelism.
     "a tied embedding not summed": Bug(
         "megatron.config.plan.parameters.parameter_table",
-        "('ends',) if model.embeds_at_both_ends else ()",
+        "('ends',) if model.embeds_again else ()",
         "()",
         f"{LAYOUTS}[pp2]",
     ),
@@ -828,8 +828,8 @@ BUGS = {
     ),
     "AReaL#1659: hidden states detached at every depth": Bug(
         "megatron.model.blocks.mtp.module.MultiTokenPrediction.forward",
-        "layer(state, embedded, inputs)",
-        "layer(state.detach(), embedded, inputs)",
+        "layer(states[-1], embedded, inputs)",
+        "layer(states[-1].detach(), embedded, inputs)",
         f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
         "campaign",
     ),
@@ -860,20 +860,20 @@ BUGS = {
     ),
     "gradients of the embedding's copy for later tokens are not summed": Bug(
         "megatron.config.plan.parameters.parameter_table",
-        "partial=('ends',) if model.embeds_at_both_ends else ()",
+        "partial=('ends',) if model.embeds_again else ()",
         "partial=('ends',) if model.tied else ()",
         f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
     ),
     "depths of the log accept a token whatever those before it are": Bug(
-        "megatron.model.blocks.mtp.module.MultiTokenPrediction.forward",
+        "megatron.model.blocks.mtp.module.Depths.add_losses",
         "correct if right is None else right & correct",
         "correct",
         f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
     ),
     "a script is told that every stage has the heads": Bug(
-        "addons.megatron_cli.script_names.mtp_on_this_rank",
-        "bool(get_args().mtp_num_layers) and last",
-        "bool(get_args().mtp_num_layers)",
+        "addons.megatron_cli.script_names.get_mtp_ranks",
+        "[pp_ranks[-1 - apart]] if args.mtp_num_layers else []",
+        "[*pp_ranks] if args.mtp_num_layers else []",
         f"{SCRIPTS}::test_a_script_of_megatron_trains_heads_for_later_tokens[pipeline]",
         "campaign",
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.plan.plan import Plan, assignment
+from megatron.config.plan.plan import Plan, assignment, embedding_stages
 from megatron.config.plan.transfers import PARALLELISM, axis_sizes, gradients
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
@@ -89,7 +89,7 @@ def trace_rank(
         expert_capacity=config.model.moe_expert_capacity_factor,
     )
     with simulated_ranks(plan.world_size, rank), fused_kernels(), recorder:
-        ctx = ParallelContext(config.parallel, plan.world_size, rank)
+        ctx = ParallelContext(config.parallel, plan.world_size, rank, embedding_stages(config))
         for ring in (ctx.cp, ctx.cp_ring):
             serve_meta(ring.group)
         runtime = Runtime(META, ctx, plan.world_size, rank)

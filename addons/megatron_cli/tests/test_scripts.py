@@ -17,7 +17,7 @@ import torch
 from megatron.addons.megatron_cli import script_names
 from megatron.parallel.context import ParallelContext
 from megatron.training import mpu, script_args
-from tests.core.parity.layouts import CP
+from tests.core.parity.layouts import CP, LAYOUT
 from tests.core.training.built_runs import RUNTIME, config_of
 from tests.core.training.script_runs import LAYOUTS, rows_of_run, steps_of
 from tests.forkrun import ROOT, RanksFailed, run_ranks
@@ -441,8 +441,12 @@ SAYS_WHERE = OF_AUGUST_2026.replace(
     [
         ([], ["True True"]),
         (["--pipeline-model-parallel-size", "2"], ["False False", "True True"]),
+        (
+            [*("--pipeline-model-parallel-size", "3"), *(LAYOUT, "Ett|m|L")],
+            ["False False", "True True", "False False"],
+        ),
     ],
-    ids=["one", "pipeline"],
+    ids=["one", "pipeline", "a stage of its own"],
 )
 @pytest.mark.campaign
 def test_a_script_of_megatron_trains_heads_for_later_tokens(tmp_path, flags, said):

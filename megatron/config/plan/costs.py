@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from megatron.config.plan.plan import BYTES, Plan, fp8_layers
 from megatron.config.tree import Config
-from megatron.model.blocks.block import LayerSpec
 
 IDS = 8  # bytes of a token id
 # Logits that the loss takes at a time, on a CPU and elsewhere (kernels/cross_entropy.py).
@@ -66,16 +65,6 @@ class MicroBatchSizes:
         return self.itemsize * (weight + (self.tokens + gathered) * inputs)
 
     def head(self) -> int:
-        """All behind the decoder, multi-token prediction's modules among it."""
-        return self._loss() + sum(map(self._depth, self.depths))
-
-    @property
-    def depths(self) -> list[LayerSpec]:
-        """The layers of these modules."""
-        m = self.config.model
-        return [m.layer(number) for number in m.mtp_layers]
-
-    def _loss(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
         nbytes = (
             self.norm(self.rows, self.hidden, self.residual)
@@ -83,18 +72,6 @@ class MicroBatchSizes:
         )
         nbytes += self.tokens * (self.vocab * self.itemsize + IDS + self.loss)
         return nbytes + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
-
-    def _depth(self, layer: LayerSpec) -> int:
-        """A module of multi-token prediction: norms and input of eh_proj, its layer, its loss. The
-        hidden states that it norms are kept by the loss before it."""
-        rows = self.rows * self.hidden * self.itemsize
-        normed = 2 * self.norm(self.rows, self.hidden, self.itemsize) - rows
-        joined = 2 * rows
-        embedded = self.tokens * (IDS + 1) if self.tp > 1 else 0
-        stream = self.rows * self.hidden * self.residual
-        again = self.config.training.recompute == "full"
-        kept = stream if again else layer.saved(self)
-        return normed + joined + embedded + kept + self._loss()
 
     def loss_scratch(self) -> int:
         """What the loss holds while it runs: a block of logits in its own dtype, and of the slopes
@@ -199,16 +176,23 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     micro_batch += copies * (len(largest) - sum(runs))
     recomputed += copies * max(runs, default=0)
     recomputed = max(recomputed, *(spec.recomputed(sizes) for spec in specs), 0)
-    head = 0
-    if stage == stages - 1:
-        specs += sizes.depths
-        head = sizes.head()
+    head = behind = 0
+    first, final, last = (any(chunk[i] for chunk in plan.chunks(stage)) for i in (1, 2, 3))
+    if final:
+        specs += map(config.model.layer, plan.behind)
+        behind = sum(config.model.layer(number).saved(sizes) for number in plan.behind)
+    if last:
+        head = (1 + len(plan.behind)) * sizes.head() + behind
+    else:
+        micro_batch += behind
     backward = recomputed + max((spec.backward(sizes) for spec in specs), default=0)
     if head:
-        last = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
-        backward = max(backward, head + last)
-    if stage == 0:  # its layers' activations are freed by then
+        more = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
+        backward = max(backward, head + more)
+    if first:  # its layers' activations are freed by then
         backward = max(backward, sizes.embedding_backward() - micro_batch)
     moving *= sizes.rows * sizes.hidden * sizes.residual
+    if final != last:  # those of the layers behind the decoder, too
+        moving *= 1 + len(plan.behind)
     stored = alive * micro_batch + fp8_weights(config, plan, stage)
     return Activations(stored, alive, head, recomputed, moving, backward)

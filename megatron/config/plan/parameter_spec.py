@@ -36,7 +36,8 @@ class ParameterSpec:
     names axes whose ranks hold a copy but always see only part of its gradient. `real_rows`: rows
     of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
     `trained`: has it a gradient? Others are at least fp32. `matrices`: what Muon updates of it;
-    None: nothing.
+    None: nothing. `addition`: the module that begins at its initial values where a checkpoint has
+    nothing of it, else "".
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterSpec:
     real_rows: int | None = None
     trained: bool = True
     matrices: Matrices | None = None
+    addition: str = ""
 
     def partial_axes(self, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over which the gradients of copies are summed: `partial` and, with sequence

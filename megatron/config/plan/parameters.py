@@ -7,8 +7,9 @@ expect.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameter_spec import LAYER_PREFIX as LAYER_PREFIX
@@ -16,6 +17,7 @@ from megatron.config.plan.parameter_spec import Draw, ParameterSpec, Scheme, dra
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
+MTP_PREFIX = "mtp.layers."
 
 
 def megatron_scheme(model: ModelConfig) -> Scheme:
@@ -53,14 +55,14 @@ def parameter_table(
     draw = scheme or megatron_scheme(model)
     h = model.hidden_size
     real_rows = vocab_size if vocab_size not in (None, padded_vocab_size) else None
-    # With tied weights or multi-token prediction the first and the last pipeline stage each have a
-    # copy that sees its own use alone.
+    # With tied weights or multi-token prediction several pipeline stages each have a copy that sees
+    # its own use alone.
     word_embedding = ParameterSpec(
         WORD_EMBEDDING,
         (padded_vocab_size, h),
         (("tp", 0),),
         **drawn(draw("word_embedding", 0)),
-        partial=("ends",) if model.embeds_at_both_ends else (),
+        partial=("ends",) if model.embeds_again else (),
         real_rows=real_rows,
     )
     table = [word_embedding]
@@ -80,32 +82,41 @@ def parameter_table(
     if not model.tied:
         output = drawn(draw("output_layer", model.num_layers))
         table.append(replace(word_embedding, name=OUTPUT_LAYER, **output, partial=()))
-    if model.mtp_num_layers:
-        from megatron.model.blocks.mtp.facts import parameters
-
-        table += parameters(model, draw)
+    for depth, number in enumerate(model.mtp_layers):
+        table += model.layer(number).parameters(model, f"{MTP_PREFIX}{depth}.", number, draw)
     return table
 
 
-def stage_table(
-    table: Iterable[ParameterSpec], layers: Collection[int], first: bool, last: bool
-) -> list[ParameterSpec]:
-    """The parameters a pipeline stage with these (global) layers holds, in the table's order.
+class Chunk(NamedTuple):
+    """The layers of a part of a GPT, by their global numbers. The `first` chunk has the embedding,
+    the `final` one the final norm and multi-token prediction, the `last` one, most often the same,
+    output layer and loss; each of them may have no layers."""
 
-    The first stage has the embeddings, the last one the final norm, the output matrix and
-    multi-token prediction; with that or tied weights a copy of the word embedding, once if it is
-    the first stage too.
+    layers: range
+    first: bool
+    final: bool
+    last: bool
+
+
+def stage_table(table: Iterable[ParameterSpec], *chunks: Chunk) -> list[ParameterSpec]:
+    """The parameters that a pipeline stage with these chunks holds, in the table's order.
+
+    The word embedding is where it is used: on the first stage, with tied weights on the last, with
+    multi-token prediction on the final one; once on each of these stages.
     """
     table = list(table)
-    copied = any(spec.name == WORD_EMBEDDING and spec.partial for spec in table)
+    layers = {layer for chunk in chunks for layer in chunk.layers}
+    first, final, last = map(any, zip(*(chunk[1:] for chunk in chunks), strict=True))
+    names = {spec.name for spec in table}
+    embeds = first or last and OUTPUT_LAYER not in names
+    embeds |= final and any(name.startswith(MTP_PREFIX) for name in names)
 
     def held(spec: ParameterSpec) -> bool:
-        layer = spec.layer
-        if layer is not None:
-            return layer in layers
+        if spec.layer is not None:
+            return spec.layer in layers
         if spec.name.startswith("embedding."):
-            return first or (last and copied and spec.name == WORD_EMBEDDING)
-        return last
+            return embeds if spec.name == WORD_EMBEDDING else first
+        return last if spec.name == OUTPUT_LAYER else final
 
     return [spec for spec in table if held(spec)]
 

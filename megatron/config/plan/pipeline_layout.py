@@ -82,8 +82,8 @@ def expand(layout: str) -> list[TypedSymbol]:
 
 
 def _check(layout: str, typed: list[TypedSymbol], num_layers: int, depths: int) -> None:
-    """The embedding once and first, the loss once and last, `num_layers` layers between, and just
-    before the loss `depths` layers of multi-token prediction."""
+    """The embedding once and first, the loss once and last, `num_layers` layers between, and behind
+    them, on one stage, `depths` layers of multi-token prediction."""
     counts = {symbol: [i for i in typed if i.symbol == symbol] for symbol in _WORDS}
     for symbol, index in (("E", 0), ("L", -1)):
         required = "first" if index == 0 else "last"
@@ -102,15 +102,16 @@ def _check(layout: str, typed: list[TypedSymbol], num_layers: int, depths: int) 
             f"the layout has {len(layers)} transformer layers (t) and --num-layers is "
             f"{num_layers}; make them equal",
         )
-    before_loss = typed[len(typed) - 1 - depths : -1]
+    stop = len(typed) - 1 - (typed[-2].symbol == "|")
+    before_loss = typed[stop - depths : stop]
     wrong = [entry for entry in before_loss if entry.symbol != "m"]
     wrong += [entry for entry in counts["m"] if entry not in before_loss]
     if wrong:
         _refuse(
             layout,
             wrong[0].position,
-            f"{_WORDS['m']} (m) must be there as often as --mtp-num-layers says ({depths}), just "
-            "before L on its stage",
+            f"{_WORDS['m']} (m) must be there as often as --mtp-num-layers says ({depths}), all on "
+            "one stage, just before L or the stage of L alone",
         )
 
 
@@ -143,6 +144,13 @@ def parse_layout(
             + ("a multiple of " if chunks is None else "")
             + f"--pipeline-model-parallel-size {stages}{per_rank}",
         )
+    if mtp_is_apart(layout) and stages == 2 < len(sizes):
+        _refuse(
+            layout,
+            entries[-3].position,
+            f"{_WORDS['m']} (m) would be on the rank of the embedding, in another virtual stage; "
+            "put it on the stage of L",
+        )
     split: list[list[range]] = [[] for _ in range(stages)]
     start = 0
     for number, size in enumerate(sizes):
@@ -155,6 +163,11 @@ def parse_layout(
             "virtual stages need --pipeline-model-parallel-size 2 or more",
         )
     return tuple(map(tuple, split))
+
+
+def mtp_is_apart(layout: str | None) -> bool:
+    """Has multi-token prediction its place before the stage of the loss?"""
+    return "m|L" in "".join(entry.symbol for entry in expand(layout or ""))
 
 
 def split_with_ends(

@@ -18,6 +18,7 @@ from megatron.config.plan.batch_size import (
 )
 from megatron.config.plan.buckets import Assign, Partition, Shared
 from megatron.config.plan.parameters import (
+    Chunk,
     ParameterSpec,
     count_parameters,
     parameter_table,
@@ -58,7 +59,9 @@ class Plan:
     skips: SkipRanges
     by_iteration: bool
     split: str | None
-    layers_per_stage: Split  # [stage][chunk], global numbers
+    layers_per_stage: Split  # [stage][chunk], global numbers, of the decoder
+    behind: range = range(0)  # the numbers of layers behind the decoder and its final norm
+    apart: bool = False  # are these on the virtual stage before the loss?
     num_idle: int = 0  # parameters of experts that are not selected for a token
     own_model: str = ""  # the class, where a script's model is not the GPT of the flags
 
@@ -77,14 +80,29 @@ class Plan:
         """How many of them are padding: always 0, and as many as the layout asks for."""
         return sum(p.padding for p in self.parameters)
 
+    def chunks(self, stage: int) -> list[Chunk]:
+        """What a pipeline stage has of the model: virtual stage c x stages + s is its chunk c."""
+        stages = len(self.layers_per_stage)
+        chunks = self.layers_per_stage[stage]
+        last = stages * len(chunks) - 1
+        numbers = range(stage, last + 1, stages)
+        return [
+            Chunk(layers, number == 0, number == last - self.apart, number == last)
+            for number, layers in zip(numbers, chunks, strict=True)
+        ]
+
+    def numbers(self, stage: int) -> list[range]:
+        """The layers of each of these, those behind the decoder among them."""
+        return [
+            range(layers.start, self.behind.stop) if final and self.behind else layers
+            for layers, _, final, _ in self.chunks(stage)
+        ]
+
     def parameters_of(self, stage: int) -> list[ParameterSpec]:
         """The parameters of a pipeline stage. A script's own model has one stage."""
         if self.own_model:
             return list(self.parameters)
-        layers = {layer for chunk in self.layers_per_stage[stage] for layer in chunk}
-        return stage_table(
-            self.parameters, layers, stage == 0, stage == len(self.layers_per_stage) - 1
-        )
+        return stage_table(self.parameters, *self.chunks(stage))
 
     def consumed_samples(self, iteration: int) -> int:
         """Samples consumed after `iteration`: a function of the flags alone."""
@@ -179,11 +197,36 @@ def layer_split(config: Config) -> Split:
     """The layers of each stage's chunks. Raises ValueError with flags, values and remedy where
     there is no such split."""
     p = config.parallel
-    if p.splits_layers:
-        from megatron.config.plan.stages import split
+    m = config.model
+    if not p.splits_layers:
+        return ((range(m.num_layers),),)
+    from megatron.config.plan.stages import only_one_split, split
 
-        return split(config.model.num_layers, p, len(config.model.mtp_layers))
-    return ((range(config.model.num_layers),),)
+    only_one_split(p)
+    layout = p.pipeline_model_parallel_layout
+    if layout is None:
+        return split(m.num_layers, p)
+    from megatron.config.plan.pipeline_layout import parse_layout
+
+    stages = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    return parse_layout(layout, m.num_layers, *stages, len(m.mtp_layers))
+
+
+def is_apart(config: Config) -> bool:
+    """Are the layers behind the decoder on the virtual stage before the loss?"""
+    layout = config.parallel.pipeline_model_parallel_layout
+    if layout is None:
+        return False
+    from megatron.config.plan.pipeline_layout import mtp_is_apart
+
+    return mtp_is_apart(layout)
+
+
+def embedding_stages(config: Config) -> list[int]:
+    """The pipeline stages that have the word embedding, where it is used behind the first."""
+    last = config.parallel.pipeline_model_parallel_size - 1
+    final = [last - is_apart(config)] * (config.model.mtp_num_layers is not None)
+    return sorted({0, *final, *[last] * config.model.tied})
 
 
 def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
@@ -226,6 +269,8 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         ),
         split=split_string(config),
         layers_per_stage=layer_split(config),
+        behind=config.model.mtp_layers,
+        apart=is_apart(config),
         num_idle=config.model.idle_parameters,
     )
 
@@ -301,7 +346,7 @@ def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
 
 
 def _stage_axes(config: Config) -> dict[str, int]:
-    return {**_axes(config), "ends": min(2, config.parallel.pipeline_model_parallel_size)}
+    return {**_axes(config), "ends": len(embedding_stages(config))}
 
 
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
@@ -350,15 +395,9 @@ def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
     precision = config.precision
     itemsizes = BYTES[precision.params_dtype], BYTES[precision.grad_dtype]
     chunks = plan.layers_per_stage[stage]
-    ends = stage == 0, stage == len(plan.layers_per_stage) - 1
     units = [
-        sites(
-            layers,
-            ends[0] and number == 0,
-            ends[1] and number == len(chunks) - 1,
-            config.model.tied,
-        )
-        for number, layers in enumerate(chunks)
+        sites(chunk.layers, chunk.first, chunk.last, config.model.tied)
+        for chunk in plan.chunks(stage)
     ]
     carried = max((each[0] for each in units if each), key=lambda unit: sizes[unit])
     return [

@@ -49,11 +49,10 @@ def entries(config: Config, plan: Plan, own_model: bool = False) -> dict[str, st
         if plan.padded_vocab_size == plan.vocab_size
         else f", padded to {plan.padded_vocab_size:,}"
     )
-    depths = f"multi-token prediction of {m.mtp_num_layers}, " if m.mtp_num_layers else ""
     model = (
         f"{plan.num_parameters:,} parameters{active}{padding}: "
         f"{_count(m.num_layers, 'layer')}, hidden {m.hidden_size}, {m.blocks_text}, "
-        f"{depths}sequence {m.seq_length}, {m.normalization}, {m.activation}, "
+        f"sequence {m.seq_length}, {m.normalization}, {m.activation}, "
         f"positions {m.positions}"
     )
     texts = {

@@ -16,24 +16,12 @@ from megatron.config.parallel import (
 )
 
 
-def split(layers: int, p: ParallelConfig, depths: int = 0) -> Split:
-    """The layers of each stage's chunks, as the flags say; multi-token prediction's `depths` are on
-    the last. Raises ValueError with flags, values and
-    remedy where there is no such split."""
+def split(layers: int, p: ParallelConfig) -> Split:
+    """The layers of each stage's chunks, as the flags but --pipeline-model-parallel-layout say.
+    Raises ValueError with flags, values and remedy where there is no such split."""
     stages = p.pipeline_model_parallel_size
     ends = (p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers)
     counted = (p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split)
-    _only_one_split(p)
-    if p.pipeline_model_parallel_layout is not None:
-        from megatron.config.plan.pipeline_layout import parse_layout
-
-        return parse_layout(
-            p.pipeline_model_parallel_layout,
-            layers,
-            stages,
-            p.num_virtual_stages_per_pipeline_rank,
-            depths,
-        )
     chunks = chunks_per_stage(
         layers,
         stages,
@@ -49,7 +37,7 @@ def split(layers: int, p: ParallelConfig, depths: int = 0) -> Split:
     return split_layers(layers, stages, chunks, *ends)
 
 
-def _only_one_split(p: ParallelConfig) -> None:
+def only_one_split(p: ParallelConfig) -> None:
     """Raise ValueError where two of the flags that split the layers over stages exclude each
     other, as in Megatron."""
     flags = {

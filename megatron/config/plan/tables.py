@@ -145,11 +145,11 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], plan: Plan) -> 
     """Right-aligned columns; neighbouring stages of equal rows become one."""
     groups: list[tuple[list[int], Sequence[str]]] = []
     for stage, row in enumerate(rows):
-        layers = sum(map(len, plan.layers_per_stage[stage]))
+        layers = sum(map(len, plan.numbers(stage)))
         if (
             groups
             and groups[-1][1] == row
-            and layers == sum(map(len, plan.layers_per_stage[groups[-1][0][0]]))
+            and layers == sum(map(len, plan.numbers(groups[-1][0][0])))
         ):
             groups[-1][0].append(stage)
         else:
@@ -177,7 +177,7 @@ def _span(numbers: Sequence[int] | range) -> str:
 def _layers(plan: Plan, stages: Iterable[int]) -> str:
     """`0-4`; `0-1 + 8-9` of two chunks, `0-1 + 8-9 + ...` of more; `12 each` of several stages."""
     stages = list(stages)
-    chunks = plan.layers_per_stage[stages[0]]
+    chunks = plan.numbers(stages[0])
     if len(stages) > 1:
         layers = sum(map(len, chunks))
         return f"{layers} each" + (f" in {len(chunks)} chunks" if len(chunks) > 1 else "")

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 from megatron.config.muon import at_a_time
 from megatron.config.plan.buckets import unit_of
 from megatron.config.plan.costs import MicroBatchSizes
 from megatron.config.plan.parameter_spec import Matrices
+from megatron.config.plan.parameters import Chunk
 from megatron.config.plan.plan import (
     BYTES,
     Plan,
     by_muon,
+    embedding_stages,
     expert_shards,
     flat_layout,
     fp8_layers,
@@ -72,7 +75,7 @@ def axis_sizes(config: Config, plan: Plan) -> dict[str, int]:
         "dp_cp": replicas,
         "pp": pp,
         "pp_gradients": pp,
-        "ends": min(2, pp),
+        "ends": len(embedding_stages(config)),
         "shard": shard,
         "instances": replicas // shard,
         "expert_shard": expert_shard,
@@ -86,32 +89,33 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     """All that a rank of a pipeline stage sends in a training step (the one with the most
     micro-batches)."""
     sizes = MicroBatchSizes(config, plan)
-    chunks = plan.layers_per_stage[stage]
+    chunks = plan.chunks(stage)
     micro_batches = plan.num_microbatches(plan.train_iters)
-    last = stage == len(plan.layers_per_stage) - 1
-    sent = [*gradients(config, plan, stage), *_scalars(config, sizes)]
+    first, final, last = (any(chunk[i] for chunk in chunks) for i in (1, 2, 3))
+    sent = [*gradients(config, plan, stage), *_scalars(config, plan, sizes)]
     if config.optimizer.optimizer == "muon":
         sent += _matrices(config, plan, stage)
     if config.precision.fp8_recipe == "delayed" and (layers := fp8_layers(config, plan, stage)):
         # the maxima of each layer's input, weight and gradient
         sent += [Transfer(axis, "all-reduce", 1, len(layers) * 3 * 4) for axis in ("tp", "dp_cp")]
     per_micro_batch = [
-        *(t for chunk in chunks for t in _layers(config, sizes, chunk)),
-        *_links(config, sizes, len(chunks), stage == 0, last),
+        *(t for chunk in chunks for t in _layers(config, sizes, chunk.layers)),
+        *(t for chunk in chunks for t in _links(config, plan, sizes, chunk)),
     ]
-    depths = len(config.model.mtp_layers) if last else 0
-    if last:  # multi-token prediction's layers
-        for number in config.model.mtp_layers:
-            per_micro_batch += _layers(config, sizes, range(number, number + 1))
-    # the embedding's result, and its gradient
-    embedded = [*summed_result(sizes), *gathered_input(sizes)]
-    per_micro_batch += times((stage == 0) + depths, embedded)
+    for number in plan.behind if final else ():
+        per_micro_batch += _layers(config, sizes, range(number, number + 1))
+        for block in config.model.layer(number).outer:
+            traffic = block.traffic(sizes)
+            per_micro_batch += [*traffic.forward, *traffic.backward]
+    if first:  # the embedding's result, and its gradient
+        per_micro_batch += [*summed_result(sizes), *gathered_input(sizes)]
     if last:  # the output layer's input, forward and backward, and its gradient
         head = [*times(2, gathered_input(sizes)), *summed_result(sizes)]
-        per_micro_batch += times(1 + depths, head)
-        # three numbers of each token, of a depth also the largest logit, for the log
-        numbers = (3 + 4 * depths) * sizes.tokens
-        sums = Transfer("tp", "all-reduce", 2 * (1 + depths), numbers * sizes.loss)
+        outputs = 1 + len(plan.behind)
+        per_micro_batch += times(outputs, head)
+        # three numbers of each token, of layers behind also the largest logit, for the log
+        numbers = (3 + 4 * len(plan.behind)) * sizes.tokens
+        sums = Transfer("tp", "all-reduce", 2 * outputs, numbers * sizes.loss)
         per_micro_batch.append(sums)
     sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
@@ -168,17 +172,18 @@ def _layers(config: Config, sizes: MicroBatchSizes, chunk: range) -> list[Transf
     return sent
 
 
-def _links(
-    config: Config, sizes: MicroBatchSizes, chunks: int, first: bool, last: bool
-) -> list[Transfer]:
-    """Hidden states to the next virtual stage and their gradients to the one before."""
+def _links(config: Config, plan: Plan, sizes: MicroBatchSizes, chunk: Chunk) -> Iterator[Transfer]:
+    """Hidden states to the next virtual stage and their gradients to the one before; between layers
+    behind the decoder and their loss those of each."""
     m = config.model
     element_bytes = sizes.itemsize if m.apply_residual_connection_post_layernorm else sizes.residual
     hidden = sizes.rows * sizes.hidden * element_bytes
-    return [
-        Transfer("pp", "send", chunks - last, (chunks - last) * hidden),
-        Transfer("pp_gradients", "send", chunks - first, (chunks - first) * hidden),
-    ]
+    all_hidden = hidden * (1 + len(plan.behind))
+    if not chunk.last:
+        yield Transfer("pp", "send", 1, all_hidden if chunk.final else hidden)
+    if not chunk.first:
+        before = chunk.last and not chunk.final
+        yield Transfer("pp_gradients", "send", 1, all_hidden if before else hidden)
 
 
 def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
@@ -257,7 +262,7 @@ def _matrices(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     return most
 
 
-def _scalars(config: Config, sizes: MicroBatchSizes) -> list[Transfer]:
+def _scalars(config: Config, plan: Plan, sizes: MicroBatchSizes) -> list[Transfer]:
     """Loss, tokens, requests and what features count over all ranks; norm, overflow and zeros over
     the ranks of one optimizer."""
     scaled = config.precision.fp16 or config.precision.loss_scale is not None
@@ -268,10 +273,10 @@ def _scalars(config: Config, sizes: MicroBatchSizes) -> list[Transfer]:
     )
     sums = measured + scaled + config.logging.log_num_zeros_in_grad
     numbers = 2 + REQUESTS + config.model.router_numbers
-    numbers += 4 * len(config.model.mtp_layers)  # sums and counts of losses and predictions
+    numbers += 4 * len(plan.behind)  # sums and counts of losses and predictions
     numbers += sum(demands.step_numbers for demands in config.demands)
     recorded = bool(config.scored_by)
-    scores = config.model.num_layers * config.model.num_attention_heads
+    scores = (config.model.num_layers + len(plan.behind)) * config.model.num_attention_heads
     return [
         Transfer("world", "all-reduce", recorded, recorded * scores * sizes.wide),
         Transfer("world", "all-reduce", 1, numbers * 8),

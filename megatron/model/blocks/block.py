@@ -27,10 +27,12 @@ Residual = Literal["pre", "parallel", "normed"]
 
 
 class Flops(NamedTuple):
-    """Operations for a token, forward: of matrices of weights, and of attention's products."""
+    """Operations for a token, forward: of matrices of weights, and of attention's products; how
+    often the output layer is computed for it."""
 
     linear: int
     core: int = 0
+    outputs: int = 0
 
 
 class Rules(Protocol):
@@ -170,6 +172,11 @@ class LayerSpec:
     def blocks(self) -> list[Block]:
         """Those that it has, in order."""
         return [block for block in (self.mixer, self.mlp) if block is not None]
+
+    @property
+    def outer(self) -> list[Block]:
+        """Blocks beside these that recomputing the layer leaves alone."""
+        return []
 
     def parameters(
         self, model: ModelFlags, prefix: str, number: int, scheme: Scheme

@@ -3,7 +3,6 @@ rollback."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import torch
@@ -240,16 +239,18 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             "is reset"
         )
     changed = {}
-    new = set() if reader.of_one_rank else _new_depths(run, stored)
+    additions = {spec.name: spec.addition for spec in run.plan.parameters if spec.addition}
+    new = {*additions.values()} - {additions.get(name) for name in stored}
+    if reader.of_one_rank:
+        new = set()
     if new:
         log.print_rank_0(
-            f" the checkpoint has no {', '.join(sorted(new))}: multi-token prediction starts there "
-            "from its initial values"
+            f" the checkpoint has no {', '.join(sorted(new))}: started from initial values"
         )
     for name, sharding, _, own in own_tensors(run):
         if name.startswith("optimizer.") and not with_optimizer or name in unknown:
             continue
-        if _depth(name) in new:
+        if additions.get(sharding.name) in new:
             continue
         key = adam.moment_of(name)
         if key and own and name in stored and reader.dtype(name) != own[0][1].dtype:
@@ -263,18 +264,6 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
-
-
-def _new_depths(run: Run, stored: set[str]) -> set[str]:
-    """Modules of multi-token prediction that a checkpoint is without."""
-    return {_depth(spec.name) for spec in run.plan.parameters} - {*map(_depth, stored), ""}
-
-
-def _depth(name: str) -> str:
-    """The module of multi-token prediction that a tensor is of, or of whose optimizer; "" of
-    others."""
-    match = re.search(r"\bmtp\.layers\.\d+", name)
-    return match[0] if match else ""
 
 
 def _check_names(run: Run, stored: set[str], reader: Reader) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist  # noqa: TID251
 
 from megatron import device as devices
 from megatron import launcher, log
+from megatron.config.plan.plan import embedding_stages
 from megatron.config.tree import Config
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
@@ -78,7 +79,7 @@ def initialize(config: Config, rendezvous: Rendezvous | None = None) -> Runtime:
             world_size=world_size,
             timeout=timedelta(minutes=parallel.distributed_timeout_minutes),
         )
-    ctx = ParallelContext(parallel, world_size, info.rank)
+    ctx = ParallelContext(parallel, world_size, info.rank, embedding_stages(config))
     if world_size > 1:
         log.detail(layout_line(ctx))
     log.detail(f"> initialized tensor model parallel with size {ctx.tp.size}")

@@ -18,7 +18,7 @@ from megatron.config.tree import Config
 
 class FlopCount(NamedTuple):
     """FORWARD operations for a token: of the layers' matrices and attention, and of the output
-    layer, once more for each depth of multi-token prediction."""
+    layer, as often as it is computed."""
 
     linear: int
     core: int
@@ -38,13 +38,13 @@ class FlopCount(NamedTuple):
 def count_flops(model: ModelConfig, padded_vocab_size: int) -> FlopCount:
     """Exact count, from what each block says of itself."""
     linear = core = 0
+    outputs = 1
     for block, layers in model.blocks.items():
         flops = block.flops()
         linear += layers * flops.linear
         core += layers * flops.core
-    depths = len(model.mtp_layers)
-    linear += depths * 4 * model.hidden_size**2  # eh_proj
-    return FlopCount(linear, core, 2 * model.hidden_size * padded_vocab_size * (1 + depths))
+        outputs += layers * flops.outputs
+    return FlopCount(linear, core, 2 * model.hidden_size * padded_vocab_size * outputs)
 
 
 def flops_per_sample(config: Config, plan: Plan) -> int:

@@ -8,11 +8,11 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plan.parameters import parameter_table
+from megatron.config.plan.parameters import Chunk, parameter_table
 from megatron.config.precision import PrecisionConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.module import Recompute
-from megatron.model.gpt import Chunk, GPTModel
+from megatron.model.gpt import GPTModel
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import init_parameters
@@ -148,7 +148,7 @@ def tiny_model(
         parameter_table(config, padded, vocab),
         vocab,
         dtype,
-        chunk=Chunk(layers, layers.start == 0, layers.stop == config.num_layers),
+        chunk=Chunk(layers, layers.start == 0, *[layers.stop == config.num_layers] * 2),
         recompute=recompute or Recompute(),
         kernels=kernels or Kernels(),
     )

@@ -174,7 +174,7 @@ def test_a_wrong_shape_is_not_sent():
         return torch.zeros(1, 2)
 
     ctx = ParallelContext(ParallelConfig())
-    links = pipeline.P2PLinks(ctx.pp, ctx.pp, SHAPE, torch.float32, CPU)
+    links = pipeline.P2PLinks(ctx.pp, ctx.pp, SHAPE, SHAPE, torch.float32, CPU)
     with pytest.raises(AssertionError, match="send_activation.*1, 2"):
         run_schedule(
             [Action("forward", 0), Action("send_activation", 0, 0, 1)], forward, None, links

@@ -400,6 +400,16 @@ CAMPAIGN = {
     "pp2 vpp2, multi-token prediction, tied, masked documents": Case(
         (*TIED_MTP, *DEEP, *DOCUMENTS), 2, (PP, "2", CHUNKS, "2")
     ),
+    "pp3, multi-token prediction, layout Ett|mm|L": Case(MTP, 3, (PP, "3", LAYOUT, "Ett|mm|L")),
+    "pp2 dp2, distributed optimizer, overlap, multi-token prediction, layout Ettmm|L": Case(
+        (*MTP, *DOCUMENTS), 4, (PP, "2", LAYOUT, "Ettmm|L", *OVERLAP), only=FULL
+    ),
+    "pp4 vpp2, multi-token prediction, tied, masked documents, layout E|(tt|)*3,(t|)*2mm|L": Case(
+        (*TIED_MTP, *DEEPER, *DOCUMENTS), 4, (PP, "4", LAYOUT, "E|(tt|)*3,(t|)*2mm|L")
+    ),
+    "pp3 tp2 sp, experts, multi-token prediction, layout E|ttmm|L": Case(
+        MTP_MOE, 6, (PP, "3", TP, "2", SP, LAYOUT, "E|ttmm|L")
+    ),
     "cp2 tp2 sp, multi-token prediction, masked documents": Case(
         (*MTP, *DOCUMENTS), 4, (CP, "2", TP, "2", SP)
     ),

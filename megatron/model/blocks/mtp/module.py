@@ -44,6 +44,21 @@ class Depths:
     depths: Sequence[tuple[Depth, float | torch.Tensor]]
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    def add_losses(self, states: Sequence[torch.Tensor], losses: Losses) -> torch.Tensor:
+        """The decoder's hidden states and those of each depth, [s, b, h] -> the first, itself: in
+        backward the losses of the depths are added to the loss."""
+        x, *states = states
+        right = None
+        for k, (state, (depth, scale)) in enumerate(zip(states, self.depths, strict=True), 1):
+            of_tokens, correct = losses(state, depth.labels)
+            total = (of_tokens * depth.mask).sum()
+            x = AddLoss.apply(x, total, scale)
+            right = correct if right is None else right & correct
+            count = depth.mask.sum()
+            self.metrics[f"mtp_{k} loss"] = (total.detach(), count)
+            self.metrics[f"mtp_{k} acceptance"] = ((right * depth.mask).sum(), count)
+        return x
+
 
 def rolled(
     tokens: torch.Tensor,
@@ -121,7 +136,6 @@ class MultiTokenPrediction(nn.Module):
     ):
         super().__init__()
         kernels = replace(kernels, compiled=False)
-        self.numbers = config.mtp_layers
         # of MTPLayer, which torch's type forgets
         self.layers: Any = nn.ModuleList(
             MTPLayer(config, params.scope(f"layers.{k}"), ctx, number, kernels, recompute)
@@ -135,27 +149,17 @@ class MultiTokenPrediction(nn.Module):
         self,
         x: torch.Tensor,
         embedding: Embedding,
-        losses: Losses,
         inputs: LayerInputs,
         depths: Depths,
         length: int,
         position_ids: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """x [s, b, h], the decoder's result, itself: in backward the losses of the depths are added
-        to the loss."""
+    ) -> list[torch.Tensor]:
+        """x [s, b, h], the decoder's result -> it and that of each depth."""
         if self.rotary is not None:
             inputs = replace(inputs, rotary=self.rotary(length, position_ids))
-        state, right = x, None
-        of_layers = zip(self.layers, depths.depths, strict=True)
-        for k, (layer, (depth, scale)) in enumerate(of_layers, 1):
+        states = [x]
+        for layer, (depth, _) in zip(self.layers, depths.depths, strict=True):
             number = layer.transformer_layer.number
             embedded = embedding(depth.tokens, position_ids, inputs.dropout_seeds, number)
-            state = layer(state, embedded, inputs)
-            of_tokens, correct = losses(state, depth.labels)
-            total = (of_tokens * depth.mask).sum()
-            x = AddLoss.apply(x, total, scale)
-            right = correct if right is None else right & correct
-            count = depth.mask.sum()
-            depths.metrics[f"mtp_{k} loss"] = (total.detach(), count)
-            depths.metrics[f"mtp_{k} acceptance"] = ((right * depth.mask).sum(), count)
-        return x
+            states.append(layer(states[-1], embedded, inputs))
+        return states

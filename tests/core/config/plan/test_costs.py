@@ -102,13 +102,7 @@ def measured(rank: int, world: int, flags: dict, steps_of_rows: bool = True) -> 
 
 
 def formula(world: int = 1, **flags) -> int:
-    config, plan = planned(world, **flags)
-    return (
-        costs.embedding_activations(config, plan)
-        + costs.chunk_activations(config, plan, range(4))
-        + costs.MicroBatchSizes(config, plan).head()
-        + costs.fp8_weights(config, plan, 0)
-    )
+    return costs.activations(*planned(world, **flags), 0).after_forward
 
 
 MODELS = {

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.config.model import ModelConfig
 from megatron.config.plan.parameters import (
+    Chunk,
     ParameterSpec,
     count_parameters,
     parameter_table,
@@ -208,12 +209,17 @@ def test_padding_rows_are_named_on_both_ends():
 @pytest.mark.parametrize("untied", [False, True])
 def test_stages_cover_the_model(untied):
     whole = table(num_layers=4, untie_embeddings_and_output_weights=untied)
-    stages = [stage_table(whole, range(i * 2, i * 2 + 2), i == 0, i == 1) for i in (0, 1)]
+    chunks = [Chunk(range(i * 2, i * 2 + 2), i == 0, i == 1, i == 1) for i in (0, 1)]
+    stages = [stage_table(whole, chunk) for chunk in chunks]
     names = [spec.name for stage in stages for spec in stage]
     twice = {name for name in names if names.count(name) > 1}
     assert set(names) == {spec.name for spec in whole}
     assert twice == (set() if untied else {"embedding.word_embeddings.weight"})
-    assert stage_table(whole, range(4), True, True) == whole
+    assert (
+        stage_table(whole, Chunk(range(4), True, True, True))
+        == whole
+        == stage_table(whole, *chunks)
+    )
     assert {spec.layer for spec in stages[1]} - {None} == {2, 3}
     assert "embedding.position_embeddings.weight" not in [spec.name for spec in stages[1]]
 

@@ -76,9 +76,20 @@ def test_a_wrong_string_names_the_position(layout, position):
 
 def test_layers_of_multi_token_prediction_are_before_the_loss():
     assert parse_layout("Ett|ttmmL", 4, 2, depths=2) == parse_layout("Ett|ttL", 4, 2)
-    for layout, position in (("Ett|ttmL", 6), ("Ett|mttL", 6), ("Ett|ttmm|L", 9), ("mEtt|ttL", 1)):
+    for layout, position in (("Ett|ttmL", 6), ("Ett|mttL", 6), ("Ett|ttm|mL", 8), ("mEtt|ttL", 1)):
         with pytest.raises(ValueError, match=f"character {position}: "):
             parse_layout(layout, 4, 2, depths=2)
+
+
+def test_layers_of_multi_token_prediction_before_the_stage_of_the_loss():
+    assert parse_layout("Ett|tt|mm|L", 4, 4, depths=2) == parse_layout("Ett|tt|L", 4, 3)[:2] + (
+        (range(4, 4),),
+        (range(4, 4),),
+    )
+    assert parse_layout("Ettttmm|L", 4, 2, depths=2) == ((range(4),), (range(4, 4),))
+    # a rank holds the embedding once
+    with pytest.raises(ValueError, match="character 8: "):
+        parse_layout("Et|t|ttm|L", 4, 2, depths=1)
 
 
 def test_virtual_stages_must_be_those_typed():
