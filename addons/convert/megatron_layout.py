@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.config.plan.parameters import (
     LAYER_PREFIX,
     OUTPUT_LAYER,
     WORD_EMBEDDING,
+    Chunk,
     ParameterSpec,
     parameter_table,
     stage_table,
@@ -168,6 +170,7 @@ class MegatronCheckpoint:
                 "experts are converted from --ckpt-format torch_dist alone"
             )
         sizes = {"tp": self.tp}
+        table = {name: _as_split(spec) for name, spec in table.items()}
         expected = {
             name: _their_shape(spec, spec.local_shape(sizes), model) for name, spec in table.items()
         }
@@ -195,8 +198,8 @@ class MegatronCheckpoint:
                     layers.add(int(match[2]))
                     name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
                 copy = tied and name in (TIED_COPY, OUTPUT_LAYER)
-                table = self.copies if copy else self.parts
-                stored = table.setdefault(WORD_EMBEDDING if copy else name, [])
+                copy |= name == WORD_EMBEDDING and len(self.parts.get(name, ())) > tp
+                stored = (self.copies if copy else self.parts).setdefault(name, [])
                 if len(stored) > tp:
                     raise ConversionError(
                         f"{self.source}: {name} is there twice for tensor rank {tp}"
@@ -222,6 +225,11 @@ class MegatronCheckpoint:
                     )
         for (_, pp), names in sorted(chunks.items()):
             yield pp, names
+
+
+def _as_split(spec: ParameterSpec) -> ParameterSpec:
+    """As their ranks hold it: a column-parallel layer has multi-token prediction's eh_proj."""
+    return replace(spec, splits=(("tp", 0),)) if ".eh_proj." in spec.name else spec
 
 
 def _their_shape(spec: ParameterSpec, shape: Sequence[int], model: ModelConfig) -> tuple[int, ...]:
@@ -267,11 +275,10 @@ def check_parts(
 
 
 def _check_copies(checkpoint: MegatronCheckpoint) -> None:
-    """The last stage's copy of a tied embedding must be the embedding."""
-    for name, copies in checkpoint.copies.items():
-        for rank, (copy, part) in enumerate(
-            zip(copies, checkpoint.parts.get(name, []), strict=True)
-        ):
+    """The copies of the embedding on the last stage must be the embedding."""
+    embedding = checkpoint.parts.get(WORD_EMBEDDING, [])
+    for copies in checkpoint.copies.values():
+        for rank, (copy, part) in enumerate(zip(copies, embedding, strict=True)):
             if not torch.equal(copy.read(), part.read()):
                 raise ConversionError(
                     f"{copy.file}: {copy.path} is not the word embedding of the first stage "
@@ -375,7 +382,7 @@ def megatron_export(
                 numbers = range(
                     p * native.model.num_layers // pp, (p + 1) * native.model.num_layers // pp
                 )
-                stage = stage_table(table, numbers, p == 0, p == pp - 1)
+                stage = stage_table(table, Chunk(numbers, p == 0, p == pp - 1, p == pp - 1))
                 for t in range(tp):
                     folder = release / (f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1))
                     folder.mkdir()
@@ -449,20 +456,23 @@ def _rank(
 ) -> dict[str, Any]:
     """The tensors of one rank as Megatron nests them."""
     root: dict[str, Any] = {}
-    tied_copy = p > 0 and any(spec.name == WORD_EMBEDDING for spec in stage)
-    for spec in stage:
+    for spec in map(_as_split, stage):
         name = spec.name
         if spec.layer is not None:
             tail = name.removeprefix(f"{LAYER_PREFIX}{spec.layer}.")
             name = f"{LAYER_PREFIX}{spec.layer - first_layer}.{tail}"
-        if tied_copy and name == WORD_EMBEDDING:
-            name = TIED_COPY if kind == "legacy" else OUTPUT_LAYER
-        path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
+        names = [name]
+        if p and name == WORD_EMBEDDING:  # where it is used behind the first stage
+            names *= native.model.mtp_num_layers is not None
+            names += [TIED_COPY if kind == "legacy" else OUTPUT_LAYER] * native.model.tied
         shape = _their_shape(spec, spec.local_shape({"tp": tp}), native.model)
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = _slice(native, spec, t, tp, shape)
+        tensor = _slice(native, spec, t, tp, shape)
+        for name in names:
+            path = ("model", *legacy_path(name)) if kind == "legacy" else ("model", name)
+            inner = root
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = tensor
     return root
 
 

@@ -53,7 +53,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moe_router_force_load_balancing": _OFF,
     "moe_shared_expert_glu_interleave_size": (None,),
     "moe_token_dropping": _OFF,
-    "mtp_num_layers": (None, 0),
+    "mtp_hsm": _OFF,
+    "mtp_hybrid_override_pattern": (None,),
+    "mtp_use_repeated_layer": _OFF,
     "num_experts_switch": (None,),
     "qk_l2_norm": _OFF,
     "retro_add_retriever": _OFF,
@@ -75,6 +77,7 @@ _LEGACY_FIXED = {
     "rope_type": "rope",
     "use_mup": False,
     "multi_latent_attention": False,
+    "mtp_num_layers": None,
 }
 # Arguments that are no flags here, nor accepted ones of another program, and change nothing
 # in the function of a model that is converted: for training, files, generation, other models, or
@@ -119,9 +122,9 @@ moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
 moe_paged_stash_page_size moe_permute_fusion_into_hybridep moe_router_padding_for_*
 moe_router_quantile_balancing_ema moe_routing_trace_* moe_single_grouped_bias
 moe_single_grouped_weight moe_upcycling_granularity moe_use_grouped_tensor
-moe_use_legacy_grouped_gemm moe_use_upcycling mos mtp_detach_heads mtp_hsm
-mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_standalone mtp_use_repeated_layer
-multiprocessing_context muon_* muonadamw_* muonclip_* mup_width_mult nccl_all_reduce_for_prefill
+moe_use_legacy_grouped_gemm moe_use_upcycling mos mtp_detach_heads mtp_loss_scaling_factor
+mtp_standalone multiprocessing_context muon_* muonadamw_* muonclip_* mup_width_mult
+nccl_all_reduce_for_prefill
 no_load_lr_state null_tokenizer_* num_attention_heads_teacher num_channels num_classes
 num_experts_teacher num_floating_point_operations_so_far num_layers_at_end_in_bf16
 num_layers_at_start_in_bf16 num_layers_teacher num_speculative_tokens object_storage_cache_path
@@ -156,7 +159,7 @@ _NOT_IN_MEGATRON = (
     *("attn_logit_softcapping", "final_logit_softcapping", "rotary_ntk_alpha"),
     *("qk_layernorm_after_rope", "moe_router_normalization", "moe_router_group_score_topk"),
     *("longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"),
-    *("latent_norm_epsilon", "mtp_num_layers"),
+    "latent_norm_epsilon",
 )
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Flags of YaRN: their arguments begin with yarn_, but for those of latent attention.
@@ -260,10 +263,7 @@ def flags_from(
         ]
     problems += _refused(renamed, source, ignored)
     flags = {
-        f.name: renamed[f.name]
-        for f in fields(ModelConfig)
-        # multi-token prediction is refused where there is some
-        if renamed.get(f.name) is not None and not f.name.startswith("mtp_")
+        f.name: renamed[f.name] for f in fields(ModelConfig) if renamed.get(f.name) is not None
     }
     if kind == "core":
         flags.pop("openai_gelu", None)  # megatron-core does not read it
@@ -346,6 +346,8 @@ def _renamed(
     heads = renamed.pop("num_key_value_heads", None)
     if isinstance(heads, int) and heads != renamed.get("num_attention_heads"):
         renamed |= {"num_query_groups": heads, "group_query_attention": True}
+    if renamed.get("mtp_num_layers") in (None, 0):
+        renamed |= dict.fromkeys(("mtp_num_layers", "mtp_loss_scaling_factor"))
     if renamed.get("num_experts") in ([1], (1,)):
         renamed["num_experts"] = None
     return renamed

@@ -41,8 +41,8 @@ METADATA = "metadata.json"
 COMMON = "common.pt"
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _SHOWN = 20  # reasons of one error
-_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-_EXPERTS = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers\.)(?:(\d+)\.)?(.+)")
+_EXPERTS = re.compile(r"(|transformer_layer\.)mlp\.experts\.experts\.(?:(\d+)\.)?(.+)")
 _HALVES = {"_w": 0, "_v": 1}  # gate and up, as tensors of their own
 
 
@@ -203,23 +203,23 @@ class TorchDistCheckpoint:
         if not layer:
             add(name, (-1, -1), StoredSlice(tensor))
             return
-        tail = layer[2]
+        prefix, of_one, tail = layer.groups()
         half = _HALVES.get(tail[-2:], -1) if re.fullmatch(r".+\.(weight|bias)_[wv]", tail) else -1
         if half >= 0:
             tail = tail[:-2]
         experts = _EXPERTS.fullmatch(tail)
         expert = -1
         if experts:
-            tail = f"mlp.experts.{experts[2]}"
-            expert = -1 if experts[1] is None else int(experts[1])
-        if layer[1] is not None:
-            add(f"decoder.layers.{int(layer[1])}.{tail}", (expert, half), StoredSlice(tensor))
+            tail = f"{experts[1]}mlp.experts.{experts[3]}"
+            expert = -1 if experts[2] is None else int(experts[2])
+        if of_one is not None:
+            add(f"{prefix}{int(of_one)}.{tail}", (expert, half), StoredSlice(tensor))
             return
         if not tensor.shape or not tensor.shape[0]:
             add(name, (-1, -1), StoredSlice(tensor))
             return
         for number in range(tensor.shape[0]):
-            add(f"decoder.layers.{number}.{tail}", (expert, half), StoredSlice(tensor, number))
+            add(f"{prefix}{number}.{tail}", (expert, half), StoredSlice(tensor, number))
 
     def vocabulary_rows(self) -> int:
         """Rows of the word embedding, with padding."""

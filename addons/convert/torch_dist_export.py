@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251
 from torch.distributed.checkpoint.storage import WriteResult  # noqa: TID251
 
 from megatron.config.model import ModelConfig
-from megatron.config.plan.parameters import LAYER_PREFIX, ParameterSpec
+from megatron.config.plan.parameters import LAYER_PREFIX, MTP_PREFIX, ParameterSpec
 
 from .links import ConversionError
 from .torch_dist import COMMON, METADATA
@@ -37,8 +37,10 @@ _FUSED_LATENTS = (
     r"^self_attention\.(q|kv)_layernorm\.",
     r"self_attention.linear_\1_up_proj.layer_norm_",
 )
-_EXPERTS = (r"^mlp\.experts\.", "mlp.experts.experts.")
+_OF_EXPERTS = "mlp.experts.experts."
+_EXPERTS = (r"^mlp\.experts\.", _OF_EXPERTS)
 _MATRICES = ("linear_fc1", "linear_fc2")
+_IN_LAYER = re.compile(r"(decoder\.layers\.\d+\.|mtp\.layers\.\d+\.transformer_layer\.|)(.+)")
 Exported = tuple[ParameterSpec, torch.dtype, tuple[int, ...], Callable[[], torch.Tensor]]
 
 
@@ -58,12 +60,14 @@ def _location(
     spec: ParameterSpec, shape: Sequence[int], layers: int, renamed: Sequence[tuple[str, str]]
 ) -> tuple[str, list, list, list]:
     """(key, shape, offsets, sizes) of a tensor of ours, which is all of theirs or its part of one
-    layer: those of all layers are one tensor."""
-    if spec.layer is None:
-        return spec.name, list(shape), [0] * len(shape), list(shape)
-    tail = spec.name.removeprefix(f"{LAYER_PREFIX}{spec.layer}.")
-    for pattern, megatron_name in renamed:
+    layer: those of all layers of the decoder are one tensor."""
+    match = _IN_LAYER.fullmatch(spec.name)
+    assert match, spec.name
+    prefix, tail = match.groups()
+    for pattern, megatron_name in renamed if prefix else ():
         tail = re.sub(pattern, megatron_name, tail)
+    if spec.layer is None:
+        return prefix + tail, list(shape), [0] * len(shape), list(shape)
     offsets = [spec.layer] + [0] * len(shape)
     return LAYER_PREFIX + tail, [layers, *shape], offsets, [1, *shape]
 
@@ -79,13 +83,23 @@ def _extra_states(model: ModelConfig, names: Iterable[str]) -> list[str]:
         modules += [f"mlp.shared_experts.{matrix}" for matrix in _MATRICES]
     keys = []
     for layer in range(layers):
-        keys += [f"{module}._extra_state/shard_{layer}_{layers}" for module in modules]
+        keys += [f"{LAYER_PREFIX}{m}._extra_state/shard_{layer}_{layers}" for m in modules]
         keys += [
-            f"mlp.experts.experts.{matrix}._extra_state/shard_{layer}.{expert}_{layers}.{experts}"
+            f"{LAYER_PREFIX}{_OF_EXPERTS}{matrix}._extra_state"
+            f"/shard_{layer}.{expert}_{layers}.{experts}"
             for expert in range(experts or 0)
             for matrix in _MATRICES
         ]
-    return [LAYER_PREFIX + key for key in keys]
+    for depth in range(len(model.mtp_layers)):
+        prefix = f"{MTP_PREFIX}{depth}.transformer_layer."
+        keys.append(f"{MTP_PREFIX}{depth}.eh_proj._extra_state/shard_0_1")
+        keys += [f"{prefix}{m}._extra_state/shard_0_1" for m in modules]
+        keys += [
+            f"{prefix}{_OF_EXPERTS}{matrix}._extra_state/shard_{expert}_{experts}"
+            for expert in range(experts or 0)
+            for matrix in _MATRICES
+        ]
+    return keys
 
 
 def save(tensors: dict[str, Any], args: dict[str, Any], file: Path) -> None:

@@ -95,8 +95,9 @@ class FlatBuffers:
     ) -> dict[str, dict[str, Make]]:
         """By kind and name, what makes each parameter's tensor. `weights` make the weights. Raises
         ConversionError where the main weights are not those."""
-        if model.num_experts:
-            raise self._wrong("buffers of models with experts are not read")
+        if model.num_experts or model.mtp_num_layers:
+            what = "experts" if model.num_experts else "multi-token prediction"
+            raise self._wrong(f"buffers of models with {what} are not read")
         tp, pp = (self._size(f"{word}_model_parallel_size") for word in ("tensor", "pipeline"))
         keys = set(self.by_kind.get("fp32_param", {}))
         buffers = 1 + max((buffer for _, buffer in keys), default=-1)

@@ -17,7 +17,7 @@ from megatron.arguments import config_from, to_args_text
 from megatron.checkpoint import reading, store
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
-from megatron.config.plan.parameters import parameter_table, stage_table
+from megatron.config.plan.parameters import Chunk, parameter_table, stage_table
 from megatron.config.tree import Config
 from megatron.parallel.sharding import is_primary_copy, local_box, parameter
 from megatron.training.checkpointing.saved_args import saved_config
@@ -183,10 +183,8 @@ def rewrite_on_ranks(
             ends=SimpleNamespace(rank=at),
             shares_weights=False,
         )
-        stage = range(at * layers, (at + 1) * layers)
-        table = stage_table(
-            parameter_table(config.model, padded, VOCAB), stage, at == 0, at == pp - 1
-        )
+        stage = Chunk(range(at * layers, (at + 1) * layers), at == 0, at == pp - 1, at == pp - 1)
+        table = stage_table(parameter_table(config.model, padded, VOCAB), stage)
         slices = []
         for spec in table:
             sharding = parameter(spec, ctx, torch.float32, "meta").sharding

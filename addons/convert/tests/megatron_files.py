@@ -56,6 +56,9 @@ MODELS = {
     "swiglu with biases, qk norm": dict(swiglu=True, ffn_hidden_size=96, qk_layernorm=True),
     "latent attention": LATENT | dict(q_lora_rank=24, qk_layernorm=True, **YARN),
     "latent attention, queries of hidden states": LATENT,
+    "multi-token prediction": LLAMA | dict(mtp_num_layers=2),
+    "multi-token prediction, tied": LLAMA
+    | dict(mtp_num_layers=1, untie_embeddings_and_output_weights=False),
 }
 
 
@@ -138,7 +141,9 @@ def on_a_rank(rank, world, flags, tp, pp, folder):
     patch.setattr(torch.Tensor, "cuda", lambda self, *args, **more: self)
     hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)
     with torch.no_grad():
-        logits = built(flags, 1, 1)(IDS, torch.arange(16).expand(2, 16), hidden)
+        # its heads want labels
+        plain = built(flags | dict(mtp_num_layers=None), 1, 1)
+        logits = plain(IDS, torch.arange(16).expand(2, 16), hidden)
     parallel_state.destroy_model_parallel()
     model = built(flags, tp, pp)
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" + (
@@ -214,7 +219,7 @@ def fill(model, flags, tp, pp, state):
     biases = [one for one in model.named_buffers() if one[0].endswith(".expert_bias")]
     for name, parameter in (*model.named_parameters(), *biases):
         key = name
-        if ".layers." in name:
+        if name.startswith("decoder.layers."):
             head, _, tail = name.partition(".layers.")
             number, _, rest = tail.partition(".")
             key = f"{head}.layers.{int(number) + p * SIZE['num_layers'] // pp}.{rest}"
@@ -246,6 +251,23 @@ def logits_of(folder) -> torch.Tensor:
         return open_trained_model(str(folder), device="cpu").model(IDS)
 
 
+def assert_is_the_model(folder, flags):
+    """The converted model has the weights of `tiny_model`, and its logits."""
+    ours = open_trained_model(str(folder), device="cpu").model
+    whole = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, **SIZE, **flags)
+    assert ours.state_dict().keys() == whole.state_dict().keys()
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(ours.get_parameter(name), parameter), name
+
+
+def sharded(model, metadata=None):
+    """Its state, as Megatron-LM asks for it."""
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    metadata = ensure_metadata_has_dp_cp_group(dict(metadata or {}))
+    return model.sharded_state_dict(metadata=metadata)
+
+
 def load_torch_dist_on_a_rank(rank, world, flags, tp, pp, folder):
     """Load a torch_dist folder into megatron-core's model by its loader, which fails at any key
     that is missing or unexpected; every weight must be the one that `built` fills in."""
@@ -260,7 +282,7 @@ def load_torch_dist_on_a_rank(rank, world, flags, tp, pp, folder):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
-    wanted = {"model": model.sharded_state_dict()}
+    wanted = {"model": sharded(model)}
     strict = StrictHandling.RAISE_ALL
     found = dist_checkpointing.load(wanted, str(folder), strict=strict)
     model.load_state_dict(found["model"])
@@ -289,7 +311,7 @@ def on_a_rank_torch_dist(rank, world, flags, tp, pp, folder, metadata):
         "args": arguments(flags, tp, pp),
         "checkpoint_version": 3.0,
         "iteration": 7,
-        "model": model.sharded_state_dict(metadata=metadata),
+        "model": sharded(model, metadata),
     }
     target = folder / "iter_0000007"
     if rank == 0:

@@ -14,6 +14,7 @@ from megatron.addons.convert.tests.megatron_files import (
     SIZE,
     VOCAB,
     arguments,
+    assert_is_the_model,
     logits_of,
     on_a_rank,
     unsaid,
@@ -22,7 +23,10 @@ from tests.core.model.tiny import tiny_model
 from tests.forkrun import run_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-SAMPLE = {("llama", (2, 2)), ("gpt2", (1, 2)), ("latent attention", (1, 2))}
+SAMPLE = {
+    *(("llama", (2, 2)), ("gpt2", (1, 2)), ("latent attention", (1, 2))),
+    *(("multi-token prediction", (2, 2)), ("multi-token prediction, tied", (1, 2))),
+}
 CASES = [
     pytest.param(
         name, layout, marks=pytest.mark.campaign if (name, layout) in SAMPLE else pytest.mark.sweep
@@ -46,6 +50,7 @@ def test_megatron_core_files_both_ways(name, layout, tmp_path, convert):
     convert("megatron-import", source, tmp_path / "ours", *unsaid(flags, tmp_path))
     assert want.std() > 0.5
     torch.testing.assert_close(logits_of(tmp_path / "ours"), want, rtol=0, atol=1e-5)
+    assert_is_the_model(tmp_path / "ours", flags)
     convert(
         "megatron-export",
         tmp_path / "ours",

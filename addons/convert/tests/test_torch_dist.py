@@ -23,6 +23,7 @@ from megatron.addons.convert.tests.megatron_files import (
     SIZE,
     VOCAB,
     Call,
+    assert_is_the_model,
     load_torch_dist_on_a_rank,
     logits_of,
     on_a_rank_torch_dist,
@@ -43,6 +44,7 @@ MOE = LLAMA | dict(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
 )
+EXPERTS = {"experts": MOE, "multi-token prediction, experts": MOE | dict(mtp_num_layers=2)}
 
 
 def model_of(flags):
@@ -67,6 +69,8 @@ def expected(flags) -> torch.Tensor:
         ),
         pytest.param("experts", (2, 2), None, marks=pytest.mark.campaign),
         pytest.param("latent attention", (2, 2), None, marks=pytest.mark.campaign),
+        pytest.param("multi-token prediction, experts", (2, 2), None, marks=pytest.mark.campaign),
+        pytest.param("multi-token prediction, tied", (1, 2), None, marks=pytest.mark.sweep),
         pytest.param(
             "latent attention, queries of hidden states", (2, 1), None, marks=pytest.mark.sweep
         ),
@@ -78,11 +82,11 @@ def expected(flags) -> torch.Tensor:
 def test_checkpoints_of_megatron_core(name, layout, metadata, tmp_path, convert):
     """Layers and halves of gated matrices in one tensor, or each in its own."""
     pytest.importorskip("megatron.core")
-    flags = {**MODELS, "experts": MOE}[name]
+    flags = {**MODELS, **EXPERTS}[name]
     tp, pp = layout
     run_ranks(tp * pp, on_a_rank_torch_dist, flags, tp, pp, tmp_path / "theirs", metadata)
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", *unsaid(flags, tmp_path))
-    torch.testing.assert_close(logits_of(tmp_path / "ours"), expected(flags), rtol=0, atol=0)
+    assert_is_the_model(tmp_path / "ours", flags)
 
 
 def tensors_of(flags, split: bool) -> dict[str, torch.Tensor]:
@@ -223,12 +227,15 @@ def test_a_full_disk_is_one_message(tmp_path, convert):
 @pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", (2, 2)), ("gpt2", (1, 2)), ("experts", (2, 2)), ("latent attention", (2, 2))],
+    [
+        *(("llama", (2, 2)), ("gpt2", (1, 2)), ("experts", (2, 2)), ("latent attention", (2, 2))),
+        *(("multi-token prediction", (2, 2)), ("multi-token prediction, experts", (2, 1))),
+    ],
 )
 def test_megatron_core_loads_what_is_exported(name, layout, tmp_path, convert):
     """With strict checking, at a layout that the export does not know."""
     pytest.importorskip("megatron.core")
-    flags = {**MODELS, "experts": MOE}[name]
+    flags = {**MODELS, **EXPERTS}[name]
     write(tmp_path / "theirs", flags, tensors_of(flags, False))
     convert("megatron-import", tmp_path / "theirs", tmp_path / "ours", *unsaid(flags, tmp_path))
     words = ["--ckpt-format", "torch_dist", "--transformer-impl", "local"]
