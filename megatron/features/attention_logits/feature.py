@@ -29,7 +29,6 @@ class LogitsConfig(Feature):
     )
     qk_clip: bool = arg(
         False,
-        excludes=("mtp_num_layers",),
         dump=False,
         help="QK-clip (Kimi K2): after an update the weights of queries and keys of a head whose "
         "largest attention score in the step was above --qk-clip-threshold are scaled by threshold "

@@ -6,9 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron.config.plan.parameter_spec import LAYER_PREFIX
 from megatron.config.tree import Config
-from megatron.model.blocks.attention.facts import Attention
 from megatron.model.blocks.attention.module import SelfAttention
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import all_reduce_
@@ -39,23 +37,24 @@ class AttentionLogits(StepCounter):
         self._groups = m.query_groups
         self._threshold = threshold
         dtype = torch.promote_types(getattr(torch, config.precision.params_dtype), torch.float32)
-        self._largest = torch.full(
-            (m.num_layers, m.num_attention_heads), -torch.inf, dtype=dtype, device=device
-        )
+        shape = len(list(m.layer_counts().elements())), m.num_attention_heads
+        self._largest = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         # by the name of a weight: its layer, and the rows of a key head with their powers
         self._rows: dict[str, tuple[int, tuple[tuple[int, float], ...]]] = {}
         local = m.num_attention_heads // ctx.tp.size
         own = slice(ctx.tp.rank * local, (ctx.tp.rank + 1) * local)
         for chunk in model:
-            for layer in chunk.decoder.layers.values():
+            for layer in chunk.layers():
                 for block in layer.blocks():
                     if isinstance(block, SelfAttention):
                         block.maxima = self._largest[layer.number, own]
-                        self._add(layer.number, block.facts, alpha)
+                        self._add(layer.number, block, alpha)
 
-    def _add(self, number: int, facts: Attention, alpha: float) -> None:
-        for name, rows in facts.clipped(alpha).items():
-            self._rows[f"{LAYER_PREFIX}{number}.{facts.scope}.{name}"] = number, rows
+    def _add(self, number: int, block: SelfAttention, alpha: float) -> None:
+        parameters = dict(block.named_parameters())
+        for name, rows in block.facts.clipped(alpha).items():
+            if name in parameters:
+                self._rows[sharding_of(parameters[name]).name] = number, rows
 
     def close(self, slots: torch.Tensor) -> None:
         """Agree with all ranks on the scores of the step, which `rescale` uses, and start those of

@@ -11,6 +11,7 @@ from megatron.features.attention_logits.logits import METRIC, AttentionLogits
 from megatron.features.registry import RunConfig
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.block_attention import KeyBlock, block_maxima
+from megatron.model.blocks.mtp.module import Depths, rolled
 from megatron.parallel.context import ParallelContext
 from tests.core.config.checks.checked_flags import checked
 from tests.core.kernels.attention_formula import SCALE, documents, inputs
@@ -24,6 +25,7 @@ from tests.core.parity.layouts import (
     HEADS,
     LLAMA,
     MLA,
+    MTP,
     MUON,
     OVERLAP,
     PP,
@@ -116,6 +118,31 @@ def test_scores_of_clipped_heads_are_the_threshold(flags, alpha):
     torch.testing.assert_close(after, found[0].clamp(max=clipped), rtol=1e-6, atol=1e-7)
 
 
+def test_layers_of_multi_token_prediction_are_clipped_too():
+    """Their input does not change where the decoder is left alone."""
+    flags = dict(position_embedding_type="rope", mtp_num_layers=1, num_layers=1)
+    model = tiny_model(torch.float64, scramble=True, **flags)
+    config = config_from(RunConfig, DEFAULTS | flags | dict(qk_clip=True))
+    ids, labels = tokens()
+    ranks = ParallelContext(config.parallel)
+    limit, before = 0.0, torch.empty(0)
+    for _ in range(2):
+        logits = AttentionLogits(config, [model], ranks, "cpu", threshold=limit, alpha=0.5)
+        depths = Depths([(depth, 0.1) for depth in rolled(ids, labels, None, None, 1)])
+        model(ids, labels=labels, depths=depths)
+        largest = logits._largest[1].clone()
+        if limit:
+            torch.testing.assert_close(largest, before.clamp(max=limit), rtol=1e-6, atol=1e-7)
+            continue
+        before, limit = largest, largest.median().item()
+        logits._threshold = limit
+        logits.close(torch.empty(0))
+        for name, p in model.named_parameters():
+            if name.startswith("mtp."):
+                logits.rescale(p, p.data)
+    assert (before > limit).any()
+
+
 def test_powers_of_the_parts_of_a_latent_head():
     """As published: without rotary positions both sides by powers that add up to 1, with them the
     queries alone; values not."""
@@ -142,6 +169,7 @@ LAYOUTS = {
 MODELS = {
     "latent attention, Muon": ((*MLA, *MUON), LAYOUTS),
     "grouped queries, Adam": ((*LLAMA,), LAYOUTS),
+    "multi-token prediction": (MTP, ("tp2 sp", "pp2, full recompute")),
 }
 CASES = [
     pytest.param(
