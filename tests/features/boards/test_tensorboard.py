@@ -41,14 +41,19 @@ def points(board, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tags_of_a_run(text, tmp_path):
-    """From the last of two ranks; those of trained iterations are the metrics file's."""
+    """From the last of two ranks; those of trained iterations are the metrics file's. Multi-token
+    prediction is not evaluated."""
+    depths = ("--mtp-num-layers", "1", "--position-embedding-type", "rope")
     board = ("--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "2")
-    done = run(text, tmp_path / "run", *board, "--train-range-to-skip", "4", "4", world=2)
+    done = run(text, tmp_path / "run", *board, *depths, "--train-range-to-skip", "4", "4", world=2)
     found = events(tmp_path / "board")
     tags = {"loss/train", "loss/valid", "loss/test", "train/grad_norm", "train/learning_rate"}
     assert set(found.Tags()["scalars"]) > tags
+    told = {"train/mtp_1 loss": "mtp_1 loss", "train/mtp_1 acceptance": "mtp_1 acceptance"}
+    assert {tag for tag in found.Tags()["scalars"] if "mtp" in tag} == told.keys()
     trained = [row for row in done.rows if row["iteration"] in (2, 6)]
-    for tag, key in (("loss/train", "lm_loss"), ("train/grad_norm", "grad_norm")):
+    told |= {"loss/train": "lm_loss", "train/grad_norm": "grad_norm"}
+    for tag, key in told.items():
         expected = [(row["iteration"], pytest.approx(row[key], rel=1e-6)) for row in trained]
         assert points(found, tag) == expected
     losses = [loss for split, _, loss in done.evaluations if split == "validation"]

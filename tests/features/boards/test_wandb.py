@@ -17,6 +17,7 @@ from megatron.features.boards.points import Boards
 from megatron.features.boards.wandb import WandB
 from tests.forkrun import ROOT
 from tests.problems import assert_problem, code_of
+from tests.runs import SMALL, train
 
 BLOCK = 32768
 HEADER = 7  # bytes of a block's and of the file's header
@@ -91,6 +92,21 @@ def test_an_offline_run_has_the_tags_of_tensorboard(monkeypatch, tmp_path):
         assert rows[1][tags[0]] == 3.0 and rows[2][tags[0]] == 1.5
         assert set(tags) <= rows[2].keys() and len(rows[1]) == 2 and len(rows[2]) == 4
         assert config["lr"] == 0.5 and config["load"] is None
+
+
+@pytest.mark.peers
+@pytest.mark.campaign
+def test_an_offline_run_has_loss_and_acceptance_of_later_tokens(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = "--train-iters 5 --mock-data --position-embedding-type rope --mtp-num-layers 1"
+    board = ["--wandb-project", "p", "--wandb-save-dir", str(tmp_path / "board")]
+    done = train(tmp_path / "run", [*SMALL, *words.split(), *board])
+    rows, _ = stored(tmp_path / "board")
+    for row in (row for row in done.rows if "split" not in row):
+        for name in ("mtp_1 loss", "mtp_1 acceptance"):
+            values = [v for tag, v in rows[row["iteration"]].items() if tag.endswith(name)]
+            assert values == [pytest.approx(row[name])]
 
 
 def test_a_missing_package_is_an_error(monkeypatch, tmp_path):
