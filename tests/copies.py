@@ -1,7 +1,5 @@
 """Copies of the source, and Python in them, which does not see this checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ process that has run torch can deadlock), meet over a file instead of a port, an
 each.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,8 +1,6 @@
 """A stand-in on the CPU for CUDA graphs: what is recorded are operations with their very tensors,
 and a replay computes nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Names that a store, a file or another machine gives and that become paths, each as hostile as it can
 be, and what must hold: nothing outside of the folder is opened or changed, and one error with a code."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

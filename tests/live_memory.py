@@ -1,8 +1,6 @@
 """What the operations of torch return, live and largest, for tests of memory; knows no product
 code."""
 
-from __future__ import annotations
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,7 +1,5 @@
 """A program of tools/ or bench/ as a module, for tests that call its main()."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -1,9 +1,8 @@
 """Small .bin/.idx pairs for tests, document by document."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -26,7 +25,7 @@ class PairWriter:
         self._lengths += map(int, lengths)
         self._counts.append(len(lengths))
 
-    def __enter__(self) -> PairWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace) -> None:

@@ -1,8 +1,6 @@
 """What holds for every test: one thread, and no unexplained skip. Knows nothing of what the tests
 are about."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import logging

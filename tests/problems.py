@@ -4,8 +4,6 @@ sentence.
 The sentences are in tests/core/config/checks/cases.txt (`python -m tests.rewrite_messages`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ any other that moves tensors is an error) and around the training step; calls ou
 start-up and evaluation, are not noted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

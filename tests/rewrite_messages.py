@@ -1,8 +1,6 @@
 """Write the texts of the messages below the rows of cases.txt, the core's and those of features:
 `python -m tests.rewrite_messages`, then review the diff."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from pathlib import Path

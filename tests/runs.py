@@ -1,8 +1,6 @@
 """Whole training runs for tests: the real `pretrain_gpt.main` on forked ranks, and what such a run
 leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import itertools

@@ -3,8 +3,6 @@
 python -m tests.written_tables    # writes them
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

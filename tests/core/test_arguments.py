@@ -1,8 +1,6 @@
 """Flags made from dataclass fields: what is read, what is refused with which words, and the way
 back to text."""
 
-from __future__ import annotations
-
 import random
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which device a rank gets, and torch's switches, with a CUDA that is only pretended."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

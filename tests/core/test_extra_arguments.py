@@ -1,8 +1,6 @@
 """Arguments that a program adds to the parser of argparse: read as argparse reads them, their
 errors together with all others."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Processors and memory within the limits of control groups (v1, v2, nested) and of SLURM."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron import host

@@ -1,8 +1,6 @@
 """Ctrl-C at any moment of a program, its imports above all: one line, exit code 130, no
 traceback."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Ranks and meeting points from each launcher's variables, alone and inside each other, and what is
 refused."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

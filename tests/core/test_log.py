@@ -1,7 +1,5 @@
 """Who speaks: lines of the first and last rank, things said once, failing."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -1,8 +1,6 @@
 """Every place where a name that a store, a file or another machine gives becomes a path, each with
 hostile names: nothing outside of the folder is opened or changed, and one error with a code comes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

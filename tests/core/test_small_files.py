@@ -2,8 +2,6 @@
 holds, and file systems of networks. What is no regular file, in place of a file of every kind:
 `tests.campaigns.hostile`."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

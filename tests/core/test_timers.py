@@ -1,7 +1,5 @@
 """Named spans: what they measure, their order, their levels."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The commit that a checkpoint names is the one that git names."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

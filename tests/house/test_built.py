@@ -1,8 +1,6 @@
 """Where there is a C++ compiler, every extension of setup.py is built, of which a GPU needs those of
 data alone. A test of an extension that is missing is skipped."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import runpy

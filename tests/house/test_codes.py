@@ -1,8 +1,6 @@
 """Every code of a message is explained, every explained code exists, and the texts are those of
 cases.txt."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,8 +1,6 @@
 """Adding, renaming or dropping a flag shows in docs/flags.md, on purpose: python
 tools/write_flags_page.py writes it."""
 
-from __future__ import annotations
-
 from tests.load_tool import load_tool
 
 

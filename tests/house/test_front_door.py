@@ -1,8 +1,6 @@
 """The Makefile, the requirement lists and the installation: what the two commands of the README
 stand on."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 """Imports keep the contracts of .importlinter and run in no circle; a planted violation of each rule
 of .importlinter and .ruff.toml is seen."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import subprocess

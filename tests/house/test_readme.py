@@ -1,7 +1,5 @@
 """What README.md says of the repository is so: its tree, its figures, the families."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

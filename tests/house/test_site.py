@@ -1,8 +1,6 @@
 """The site's navigation (mkdocs.yml) has every page, and what its pages link to is laid out beside
 them; `make docs` checks links and anchors."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The rule about skipped tests: a missing GPU or package, and where the peers are required only
 what a GPU is for."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """What linters do not know: files are read whole through megatron/small_files.py alone, and launchers'
 variables are named in megatron/launcher.py alone."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tables in pages say what code and results say: python -m tests.written_tables writes them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.written_tables import PAGES, with_rows

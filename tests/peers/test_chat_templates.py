@@ -1,7 +1,5 @@
 """Chat templates against transformers: the text, the ids and the mask of the assistant's tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

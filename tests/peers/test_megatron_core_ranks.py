@@ -1,7 +1,5 @@
 """mpu gives the ranks and groups of megatron-core's parallel_state."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

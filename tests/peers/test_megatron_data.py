@@ -1,8 +1,6 @@
 """Our data pipeline against megatron-core's on random cases: files both ways, indices, samples,
 blends, helpers."""
 
-from __future__ import annotations
-
 import types
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Routers and their losses equal megatron-core's functions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

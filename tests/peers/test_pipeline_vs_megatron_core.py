@@ -1,7 +1,5 @@
 """Interleaved order, warm-up and layers of each (virtual) stage equal to megatron-core 0.16.1."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """Our safetensors files against the safetensors package: it reads ours, we read its, bit for bit in
 every dtype."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Ids against the packages that define them: tiktoken, tokenizers, transformers, sentencepiece,
 megatron-core."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

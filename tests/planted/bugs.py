@@ -1,7 +1,5 @@
 """Bugs planted into a copy of the source, and whether a test catches them."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

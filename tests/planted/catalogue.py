@@ -1,7 +1,5 @@
 """The planted bugs: what is changed, and the test that must fail then."""
 
-from __future__ import annotations
-
 from tests.planted.bugs import Bug
 
 GRAPHS = "tests/core/training/test_cuda_graph.py::test_replayed_micro_batches_train_alike"

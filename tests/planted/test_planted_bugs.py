@@ -1,7 +1,5 @@
 """Each bug of the catalogue is planted into a copy of the source, and its test must fail there."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

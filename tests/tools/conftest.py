@@ -1,7 +1,5 @@
 """Programs take over signals; each test gives them back."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

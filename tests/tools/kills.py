@@ -1,7 +1,5 @@
 """A process that is killed in the middle of what it does to a disk."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

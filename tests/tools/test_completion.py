@@ -1,7 +1,5 @@
 """tools/completion.py: bash completes flags and their values by what it prints."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

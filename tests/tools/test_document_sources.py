@@ -1,8 +1,6 @@
 """preprocess_data.py --metadata-keys and inspect_data.py source: from a document to its line, and
 from an id to its documents."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import os

@@ -1,8 +1,6 @@
 """Every program of tools/: its help without torch, its version, and a misspelled flag. A new file
 there is tested too."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

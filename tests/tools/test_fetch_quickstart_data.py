@@ -1,8 +1,6 @@
 """tools/fetch_quickstart_data.py without a network: the wheels are made anew from the installed
 packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import subprocess

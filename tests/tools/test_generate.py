@@ -1,8 +1,6 @@
 """tools/generate.py on a checkpoint of a short run: which one it takes, what it prints, and how it
 says no."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """tools/generate.py --script: a GPT with other modules in it, of the script that trained it."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """preprocess_data.py --input hf://ORG/NAME: streamed at a revision, which PREFIX.json keeps; what is
 refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """tools/inspect_data.py: what it says of iterations, documents and files is what training reads and
 what lies there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """tools/merge_datasets.py: the documents of all inputs in their order, whatever their size, or one
 clear message."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 """tools/plot.py: what it reads, what counts where a run repeated iterations, what it prints and
 draws, what it refuses."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,8 +1,6 @@
 """tools/preprocess_data.py --chat: what it writes of good and bad conversations, and what
 tools/inspect_data.py shows of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """tools/preprocess_data.py as its user meets it: bytes written, lines printed, and what a bad input
 leaves behind."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

@@ -1,8 +1,6 @@
 """What tools/preprocess_data.py makes of other inputs than .jsonl, of sentences, of special tokens
 and of hard texts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

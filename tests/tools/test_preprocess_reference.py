@@ -2,8 +2,6 @@
 lists: ids, counts, bad records and sources, whatever form the input has, however the work is
 divided, and killed on the way."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import gzip

@@ -1,8 +1,6 @@
 """tools/preprocess_data.py killed and run again: it goes on with what is done, and every byte is as
 if it had run once."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

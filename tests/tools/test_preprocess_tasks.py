@@ -1,8 +1,6 @@
 """tools/preprocess_data.py --task: the parts of all tasks are, in their order, what one machine
 writes, whatever was killed on the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """tools/shared/progress.py: what a terminal and a file see of long work, by an injected clock."""
 
-from __future__ import annotations
-
 import io
 import sys
 

@@ -1,8 +1,6 @@
 """tools/train_tokenizer.py: files that our tokenizers read, the same on each run, and one message
 for what is wrong."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ A patch that no longer applies is made again: apply what is left of it, edit, an
 page and the table of exports of a family.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

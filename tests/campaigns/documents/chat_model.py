@@ -1,8 +1,6 @@
 """A tiny random model in the form of SmolLM2-135M-Instruct: a tied Llama whose tokenizer has ChatML's
 markers and template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.forkrun import ROOT

@@ -1,8 +1,6 @@
 """The commands of README.md, of the pages for users and of examples/ run as they are printed
 (walk.py says how)."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

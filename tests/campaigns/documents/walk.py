@@ -12,8 +12,6 @@ their numbers, have to be printed. `text` is a picture or a formula. An HTML com
 else it is: `<!-- not run: GPU -->`, or `<!-- file: NAME -->`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

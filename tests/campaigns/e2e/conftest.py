@@ -1,7 +1,5 @@
 """Data for runs that launchers start, and what two ranks compute of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that launchers start by the script's path in a folder with their data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.runs import EXACT, SMALL, Finished, train, write_text

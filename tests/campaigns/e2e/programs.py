@@ -6,8 +6,6 @@ a function that `tests.forkrun.run_ranks` calls), which takes a tenth of a secon
 starts the interpreter anew.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -5,8 +5,6 @@ Needs root, and munged, slurmctld, slurmd, srun, unshare, nsenter and ip. Nothin
 namespaces; all files are in the given folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Data files that are cut short, or whose disk fails, while a run reads them: one line that names
 the file, exit code 1, no process left. Files that are damaged before are in `tests.campaigns.hostile`."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

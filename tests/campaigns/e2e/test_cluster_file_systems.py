@@ -1,8 +1,6 @@
 """File systems as clusters have them (cluster_fs.cpp): preprocessing, index cache, save, retention
 and resume give the same files as on a local disk, or one true message."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

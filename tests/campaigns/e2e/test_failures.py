@@ -5,8 +5,6 @@ Ranks without an agent that would end them, as srun's: forked, with stderr on on
 is in test_launchers.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

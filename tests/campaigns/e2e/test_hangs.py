@@ -1,8 +1,6 @@
 """A rank that makes no progress: it is named with its phase and stack, and every rank ends. A run of
 one rank, and one on a busy machine, is warned about and goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

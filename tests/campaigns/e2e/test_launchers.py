@@ -5,8 +5,6 @@ Real interpreters where the start itself is the matter (seconds each; most are c
 ones elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -5,8 +5,6 @@ SLURM is a cluster of this test's own: two nodes and a login node in network nam
 (tests/campaigns/e2e/slurm.py).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

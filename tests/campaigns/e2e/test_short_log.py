@@ -1,8 +1,6 @@
 """What whole runs print with --log-format short: which lines, by which rank, how wide, without
 control characters."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

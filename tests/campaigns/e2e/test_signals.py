@@ -1,8 +1,6 @@
 """Signals and Ctrl-C as they reach a run: what it says, its exit code, what it leaves, and that it
 goes on."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,8 +1,6 @@
 """The chat example on a base model of a few iterations: it trains on answers alone, learns them, and
 answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

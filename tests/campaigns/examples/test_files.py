@@ -1,8 +1,6 @@
 """Every script and argument file of examples/ and README.md says only what the programs
 understand."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

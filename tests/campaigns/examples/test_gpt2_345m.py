@@ -1,8 +1,6 @@
 """examples/gpt2_345m is the walk-through's command line, and what it plans is what the
 walk-through's log printed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

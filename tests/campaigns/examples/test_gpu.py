@@ -1,8 +1,6 @@
 """examples/gpu: what its page says of memory is the plan's, and its script trains, on CPUs and
 small."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

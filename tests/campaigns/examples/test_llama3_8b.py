@@ -1,7 +1,5 @@
 """examples/llama3_8b: its job starts a run that the plan accepts, with the memory that its page says."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

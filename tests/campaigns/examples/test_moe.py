@@ -1,7 +1,5 @@
 """The example of experts on a small text: both runs, on two ranks, and their picture."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -5,8 +5,6 @@ Two machines are two network namespaces with an address each, so that nothing of
 over the other's loopback; where the system makes none, two loopback addresses.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """The quickstart, every step of it, with a smaller model: it learns, is killed, resumes bit for bit
 and generates."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

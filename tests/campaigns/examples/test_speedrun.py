@@ -1,8 +1,6 @@
 """The speedrun at its CPU size: the validation loss is reached, and the row of the table in
 docs/benchmarks.md says so."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,8 +1,6 @@
 """Runs readers on damaged files in one process and says of each input what became of it. Knows no
 format; what is read how is in `tests.campaigns.hostile.kinds`."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import importlib.util

@@ -1,8 +1,6 @@
 """Inputs made to harm, whose checksums are right: those protect from accidents, not from people.
 Judges nothing; `tests.campaigns.hostile.kinds` says who reads them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,8 +1,6 @@
 """Every kind of file that a run or a tool opens: a small good one, and the reader of it that runs
 and tools use. Judges nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Damage to a file, drawn from a seed: flipped bits, cuts, splices, depth, huge numbers, other
 types, and pipes, devices, directories and sparse files in its place. Knows no format."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

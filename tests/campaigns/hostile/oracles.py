@@ -1,8 +1,6 @@
 """Second readers of damaged data, with struct and json alone. Each raises ValueError for what is to
 be refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import struct

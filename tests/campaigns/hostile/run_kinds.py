@@ -1,7 +1,5 @@
 """What a run loads: its checkpoints, and the flags in one. Judges nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -7,8 +7,6 @@ that a second reader understands otherwise. One seed makes one input:
 `tests.campaigns.hostile.campaign.one_input`.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 """Small inputs of the large campaign that once ended in a traceback or took all memory, and proof
 that the forged ones would do harm."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """More kinds of files: of generate.py, and flags with a small language of their own. Judges nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

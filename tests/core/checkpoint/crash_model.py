@@ -6,8 +6,6 @@ done to that inode so far durable; anything else may be lost or kept, in any com
 that is kept leads to its inode, whatever that still holds. Knows nothing of checkpoints.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpoint.filesystem import Disk
+
+Tree = frozenset[tuple[str, bytes | None]]
 
 
 @dataclass
@@ -178,9 +178,6 @@ class Recorder(Disk):
                         + data[operation.offset + len(operation.data) :]
                     )
         return _tree(self.top, directories, files)
-
-
-Tree = frozenset[tuple[str, bytes | None]]
 
 
 def _tree(top: int, directories: dict[int, dict[str, int]], files: dict[int, bytes]) -> Tree:

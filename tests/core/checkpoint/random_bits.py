@@ -1,7 +1,5 @@
 """Tensors of random bits, in every dtype and shape that a file of safetensors may hold."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.checkpoint.safetensors_file import DTYPES, bytes_of

@@ -1,7 +1,5 @@
 """An S3 server of the tests' own (moto), which needs no network."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

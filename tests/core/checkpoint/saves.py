@@ -1,7 +1,5 @@
 """Small checkpoints saved and judged, and disks that sync nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

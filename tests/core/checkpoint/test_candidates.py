@@ -1,7 +1,5 @@
 """Which checkpoints a load tries, and which are removed."""
 
-from __future__ import annotations
-
 from megatron.checkpoint import retention, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.reading import Candidate, candidates

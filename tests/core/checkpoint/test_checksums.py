@@ -1,8 +1,6 @@
 """The block sum: equal to its definition in plain Python, and blind to none of the faults a disk
 makes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,8 +1,6 @@
 """Power lost at every point of a save, with every combination of what was not yet synced: old or
 new, never neither."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import chain, combinations

@@ -1,8 +1,6 @@
 """The steps that change the disk: durable, counted, and one clear error whatever the operating
 system says."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock of a run directory: one job at a time, the dead replaced, the paused fenced off."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The manifest's text: exact round trip, no damage unnoticed, no hostile content believed."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,8 +1,6 @@
 """The safetensors layout: what we write comes back bit for bit, and every damage is an error naming
 file and tensor."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Any layout to any layout: slices written by some ranks come back as any box, checked, whoever
 asks."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """skips.jsonl: whole lines come back, a torn one is dropped, anything else is refused; nothing that
 was written is lost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

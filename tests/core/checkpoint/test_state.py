@@ -1,8 +1,6 @@
 """A run state comes back exactly, and what would not come back exactly is refused when it is
 written."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

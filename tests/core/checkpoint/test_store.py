@@ -1,7 +1,5 @@
 """The run directory: what save leaves behind, what load believes, what every failure says."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Box algebra against numpy on random shapes."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

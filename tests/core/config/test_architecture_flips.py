@@ -4,8 +4,6 @@ and of the kernels gets its other values, in double precision.
 Flags of other groups do not reach an evaluation of trained weights: it is one process, and its
 dtype is that of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from functools import cache
 from typing import Any

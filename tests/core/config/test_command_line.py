@@ -1,8 +1,6 @@
 """The command line as a user meets it: bad ones end at once with one line a problem, good ones show
 what they mean."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """`--model NAME` is the published architecture: its count of parameters, and flags that later ones
 override."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The args file of a checkpoint: all values, whichever defaults and flags the reader has."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small corpora for the data tests: written by our own builder, contents known token by token."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Sequence
 from pathlib import Path

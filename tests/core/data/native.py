@@ -1,8 +1,6 @@
 """Compiles megatron/data/helpers.cpp for tests, so that they test this source and not an older
 build of it."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

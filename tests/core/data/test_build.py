@@ -1,8 +1,6 @@
 """From data flags to datasets: target sizes, splits and blends, the record of the data order, and
 bad requests."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of a dry run is the one that the run prints, made without samples or a cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """GPTDataset: megatron-core's order by golden vectors, where its tokens lie, and what users hear
 when data is short."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -1,8 +1,6 @@
 """The index cache: whole entries or none, also with several builders at once, and directories
 nobody can write to."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,8 +1,6 @@
 """Sample index and blending: golden vectors, and C++ against its numpy twin and a plain loop on
 random input."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

@@ -1,7 +1,5 @@
 """The .bin/.idx pair: golden bytes, reading, writing, merging, and every kind of damaged file."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

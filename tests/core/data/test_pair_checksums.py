@@ -1,8 +1,6 @@
 """Every single bit that flips in the files of a pair or of its index cache is named before a sample
 is read, or changes nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Several processes build the same indices at once, in two cache directories, and one is killed:
 nobody notices."""
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Samplers: golden vectors, and that they are pure functions of the samples consumed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

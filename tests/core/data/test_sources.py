@@ -1,7 +1,5 @@
 """The data sources: which flags choose which, and one more source, written here in a few lines."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Bits per byte: what preprocessing counts, what of it a data set of any kind is, and where it is
 not known."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

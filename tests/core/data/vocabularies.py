@@ -1,8 +1,6 @@
 """Vocabulary files for tests: small ones made here, and real ones out of packages that are never
 imported."""
 
-from __future__ import annotations
-
 import base64
 import importlib.metadata
 import json

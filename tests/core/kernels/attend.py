@@ -1,7 +1,5 @@
 """Attention of tensors by keywords, for tests of its implementations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The stand-ins of libraries that need CUDA, as a fixture."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -5,8 +5,6 @@ Signatures are those of the pinned sources; test_signatures.py holds them to tha
 calls is made over them. No code of ours is used here, so that what our adapters ask for is judged by somebody else.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace

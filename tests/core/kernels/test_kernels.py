@@ -1,8 +1,6 @@
 """Each flag of choice changes what is computed with; a wish that cannot be met is one error, and
 auto says one line."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,8 +1,6 @@
 """The adapters of flash-attn, apex and Transformer Engine against our own kernels, over stand-ins
 that compute plainly."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

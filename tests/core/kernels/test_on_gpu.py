@@ -1,8 +1,6 @@
 """Every library's kernels on a CUDA device against this suite's own; what ran there so far is in
 docs/gpu.md."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """This suite's own kernels on a CUDA device against float64 on the CPU. On a CPU the bodies pass with
 DEVICE = "cpu", or are skipped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

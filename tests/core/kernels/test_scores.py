@@ -1,8 +1,6 @@
 """Attention sinks and soft caps: every implementation by the formula in fp64, and what it does not
 compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

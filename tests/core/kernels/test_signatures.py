@@ -7,8 +7,6 @@ is configured here; nothing is built or imported. NVIDIA's apex is on no index (
 that name is another project's): its calls cannot be checked so.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

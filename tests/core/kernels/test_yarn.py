@@ -1,7 +1,5 @@
 """YaRN's rotary tables against those of transformers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

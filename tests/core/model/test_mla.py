@@ -1,8 +1,6 @@
 """Multi-head latent attention: by its formula in fp64, what its flags change, what backward keeps, the
 cache of latents."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

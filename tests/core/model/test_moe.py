@@ -1,7 +1,5 @@
 """Experts, routers and their losses on one rank, against plain formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import grouped_mm

@@ -1,7 +1,5 @@
 """Attention sinks and soft caps in a model: the losses, logits and parameters of their flags."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

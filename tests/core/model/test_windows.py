@@ -1,8 +1,6 @@
 """Sliding windows by layer, --window-size and --window-attn-skip-freq: what a model sees, and what the
 plan says of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

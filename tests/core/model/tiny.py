@@ -1,7 +1,5 @@
 """Small models for the tests, built from flags as the command line would name them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers, loss scales and schedules of a few values, in the names of flags and of Megatron."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Sharded optimizer state on real ranks against one optimizer of the whole: weights, state, norms,
 counts, decisions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Gradients and Adam moments in 16 bits against the same update on fp32 state that is rounded after
 each step."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

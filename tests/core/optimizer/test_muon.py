@@ -1,8 +1,6 @@
 """Muon's update against torch.optim.Muon and against singular values in float64, NorMuon's also
 against Emerging-Optimizers'; which weights Muon updates; the ranks that own them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

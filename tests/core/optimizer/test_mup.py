@@ -1,7 +1,5 @@
 """muP against a GPT and an AdamW written here in plain float64, and its initial values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

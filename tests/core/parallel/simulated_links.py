@@ -5,8 +5,6 @@ No tags: on each directed link the first send meets the first receive. A send en
 receive (rendezvous). Transfers of one stage that wait in one queue take their turns.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from itertools import groupby
 from typing import NamedTuple
@@ -36,7 +34,7 @@ class Played(NamedTuple):
 class Unit:
     """Transfers that one stage starts together: over when all are."""
 
-    def __init__(self, stage: int, steps: list[Action], queue: deque[Unit], issued: float):
+    def __init__(self, stage: int, steps: list[Action], queue: "deque[Unit]", issued: float):
         self.stage = stage
         self.steps = steps
         self.queue = queue

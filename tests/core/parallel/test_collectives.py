@@ -1,8 +1,6 @@
 """Each collective and its adjoint on real gloo ranks: values, and gradients against the whole
 computation on one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

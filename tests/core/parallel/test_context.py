@@ -1,8 +1,6 @@
 """The rank grid: Megatron's order, every axis a partition, the same groups in the same order on
 every rank."""
 
-from __future__ import annotations
-
 import itertools
 from datetime import timedelta
 

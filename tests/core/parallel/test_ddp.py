@@ -1,8 +1,6 @@
 """Gradient buffers: where gradients lie, in which format they add up, what the ranks sum, and
 when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The rank runner itself: real collectives, results in rank order, and every way a rank can
 fail."""
 
-from __future__ import annotations
-
 import os
 import time
 

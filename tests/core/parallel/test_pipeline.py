@@ -1,8 +1,6 @@
 """The runner of schedules: what it calls in which order, what it keeps, what it sends, and how long
 stages idle."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Layers of Transformer Engine (a stand-in for it) on real ranks against one rank of ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Every communicator of a layout is made before the first step, without deadlock, and one that does
 not answer is named."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """How far two whole runs of one model are apart."""
 
-from __future__ import annotations
-
 from tests.runs import Finished
 
 # rows that pad the vocabulary depend on the layout

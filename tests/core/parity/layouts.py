@@ -1,7 +1,5 @@
 """The layouts that are compared with one process, with the flags that make them. Runs nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

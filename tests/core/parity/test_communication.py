@@ -12,8 +12,6 @@ Parameters of a layer, split over tensor-parallel ranks: QKV 96 x 32 and 96, pro
 133632 bytes.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """A checkpoint of any layout goes on in any other: the next 4 losses and gradient norms of the run
 that never stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one
 process, step by step."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

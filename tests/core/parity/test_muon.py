@@ -1,8 +1,6 @@
 """A run with Muon, or NorMuon, that is killed resumes to the bit in its layout, and with the same numbers in another
 one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """muP in whole runs: the same numbers in every layout, and after a resume in another one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

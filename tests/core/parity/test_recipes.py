@@ -1,8 +1,6 @@
 """Command lines of public launch scripts, with small sizes: their iterations in the layout they name
 have the losses of one process."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Shards of the optimizer in whole runs: exact resumes, checkpoints that any layout reads, overlap
 that changes no bit."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

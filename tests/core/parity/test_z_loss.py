@@ -1,8 +1,6 @@
 """The z-loss of the output logits in whole runs: the same in every layout, against the formula, and in
 the gradient alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

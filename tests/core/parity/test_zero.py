@@ -1,8 +1,6 @@
 """Shared gradients and weights (ZeRO-2 and 3) in whole runs: the memory that the plan says, the bits
 of ZeRO-1, checkpoints of every strategy read by the others."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

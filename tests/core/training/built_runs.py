@@ -1,8 +1,6 @@
 """Runs of one process that are built and not trained, from flags or from fields; loads nothing
 optional."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Models of a script's own, and runs with them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Runs of scripts with a step, data or a program of Megatron's form: in which layouts, and the numbers of their steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The requests of ranks, counted over all of them: without limit, and none disturbs another."""
 
-from __future__ import annotations
-
 import signal
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 """Bits per byte of a validation, against a computation of its own from the saved model and the
 text."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

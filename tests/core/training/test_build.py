@@ -1,7 +1,5 @@
 """From typed flags to the things that train: what each flag changes in them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Chat data from the file to the loss: only the assistant's tokens count, by a computation of its
 own from the messages."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

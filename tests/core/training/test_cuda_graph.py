@@ -1,8 +1,6 @@
 """--cuda-graph-impl local: micro-batches that graphs replay train as others do, bit by bit, and what
 a graph cannot repeat is found. By stand-ins: recorded operations on a CPU, the meta device."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

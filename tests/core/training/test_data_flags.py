@@ -1,8 +1,6 @@
 """Flags of the data on whole small runs: the epoch order, another mix from a checkpoint on,
 validation sets."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

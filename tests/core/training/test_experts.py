@@ -1,7 +1,5 @@
 """Whole runs of models with experts: killed and resumed, in bf16 and fp16, and evaluated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

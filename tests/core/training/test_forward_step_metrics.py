@@ -1,7 +1,5 @@
 """Metrics that `forward_step` returns by name: summed over ranks, averaged, logged."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,8 +1,6 @@
 """Whole runs with --fp8-format: resumed bit for bit, recomputed bit for bit, the same in every
 layout, each flag seen."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """The points of the training loop at which hooks are called, and the order of the hooks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

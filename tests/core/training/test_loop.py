@@ -1,8 +1,6 @@
 """The loop on whole small runs: where it stops, saves and evaluates, how batches grow, what
 switches change."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools

@@ -1,8 +1,6 @@
 """Whole runs with gradients and Adam moments in 16 bits: layouts, resumes, checkpoints of other
 dtypes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

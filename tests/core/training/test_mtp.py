@@ -1,8 +1,6 @@
 """A step with multi-token prediction against the same arithmetic written out in float64: document by
 document, each depth on its own tokens alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """Training from an S3 server whose answers take 20 ms: the losses of a disk, no waiting after the
 warm-up, and the same from where a killed run stopped."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """--packed-samples in training: pieces that do not see each other, every layout alike."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What files say against a command line before torch is loaded: one line each, exit code 2, in a
 fraction of a second."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Profiles: which iterations and ranks, and that the events have our modules' names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from types import SimpleNamespace

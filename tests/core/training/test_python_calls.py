@@ -1,7 +1,5 @@
 """How many Python functions a training step calls: what the host does while a GPU waits for it."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

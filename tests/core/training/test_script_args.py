@@ -1,7 +1,5 @@
 """Flags of a script's own: read in its forward_step, printed, saved with the checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,8 +1,6 @@
 """Data sets of a script's own are read as ours are: the same numbers, in every layout, after a
 resume and around skipped iterations."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path

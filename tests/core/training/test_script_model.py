@@ -1,8 +1,6 @@
 """A model of a script's own trains as a plain loop of torch does, in data-parallel layouts, and as
 our GPT does where it computes the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Scripts with a forward_step in Megatron's form train as pretrain_gpt.py does."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import subprocess

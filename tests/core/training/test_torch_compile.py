@@ -1,8 +1,6 @@
 """--torch-compile: the graphs of each kind of layer, however many layers and steps there are, and
 their numbers against those of eager layers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

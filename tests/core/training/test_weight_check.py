@@ -1,7 +1,5 @@
 """Weights that differ between data-parallel ranks are found, and the rank is named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 """--log-max-attention-logit and --qk-clip: the largest scores by the formula, what the clip makes of
 them, and both in layouts of several ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

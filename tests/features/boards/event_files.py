@@ -1,7 +1,5 @@
 """What TensorBoard itself reads in a directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

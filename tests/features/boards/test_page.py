@@ -1,7 +1,5 @@
 """The page's table of tags is the one that a run writes by."""
 
-from __future__ import annotations
-
 import re
 
 from megatron.features.boards.points import GROUPED

@@ -1,7 +1,5 @@
 """Scalars of runs on TensorBoard: which, where, when, and read back."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,7 +1,5 @@
 """Weights & Biases: an offline run read back, and what stops a run from being started."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

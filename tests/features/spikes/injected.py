@@ -1,7 +1,5 @@
 """Spikes put into runs of tests: a hook for `tests.runs.train`. Knows no action."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,8 +1,6 @@
 """What a run does about spikes: skipped updates, rollback, giving up.
 The detector alone is in test_detector, the policy in test_policy."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

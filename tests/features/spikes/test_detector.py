@@ -1,8 +1,6 @@
 """The detector on made-up runs: what it flags, what it must not, and what it
 forgets."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,8 +1,6 @@
 """What is made of findings: ranges to skip, attempts, budgets, and what a checkpoint keeps of
 that."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Logs read back: metrics files, restarts, and what is torn (the seed's: tests/features/spikes)."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Conversations, and for each built-in template the text that must come of them, written out: what
 is trained stands between « and »."""
 
-from __future__ import annotations
-
 CONVERSATIONS = {
     "two turns and a system prompt": [
         {"role": "system", "content": "Be kind."},

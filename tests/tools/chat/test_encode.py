@@ -1,7 +1,5 @@
 """Conversations to ids and mask with each kind of tokenizer that has no offsets of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Conversations out of records of three forms, and every bad record with what is said of it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

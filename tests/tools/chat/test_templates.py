@@ -1,8 +1,6 @@
 """Chat templates: their text and the assistant's parts of it, against texts written out here, and
 what a hostile template is kept from."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,8 +1,6 @@
 """Records with tools in OpenAI's form, and chat templates that write them in the ways that published
 ones do."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

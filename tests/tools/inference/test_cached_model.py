@@ -1,8 +1,6 @@
 """Logits with a cache of keys and values against those of the whole text, over the options of the
 model, lengths, and tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

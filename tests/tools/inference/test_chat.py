@@ -1,7 +1,5 @@
 """Prompts of conversations with and without a chat template, and what ends an answer."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Choosing tokens from given logits: greedy, temperature, top-k, top-p, penalty, seeds."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

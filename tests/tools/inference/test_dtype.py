@@ -1,8 +1,6 @@
 """Models with matrices of 16 bits on a CPU against rounded ones in fp32: logits, texts in every
 batch; and models that torch's own .to casts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests decoded together: the same tokens as alone, joining and leaving, windows, stops."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

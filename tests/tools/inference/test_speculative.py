@@ -1,7 +1,5 @@
 """Drafts of the heads are those of whole texts, and texts with drafts are those without."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,8 +1,6 @@
 """The decoding step that a CUDA graph holds: its logits and texts are those of the other one, and
 what a graph cannot hold is found. By stand-ins: recorded operations on a CPU, the meta device."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Text from tokens piece by piece: whole characters, spaces as in the whole text, stop strings."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.inference.text import TextStream

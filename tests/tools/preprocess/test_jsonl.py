@@ -1,8 +1,6 @@
 """Lines of JSON: orjson, where it is installed, gives what the standard library does, errors
 included."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.data.preprocess import jsonl

@@ -1,8 +1,6 @@
 """Input files in blocks: every kind of file gives the same lines, wherever reading begins, and a
 damaged one is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma

@@ -1,8 +1,6 @@
 """Compressed files and parquet that unpack to far more than they have: read in pieces of bounded
 memory, a record that is too long is passed by and named."""
 
-from __future__ import annotations
-
 import gzip
 import lzma
 import struct

@@ -6,8 +6,6 @@ Source of the algorithm: Sennrich et al. 2016 (arXiv:1508.07909) over bytes, as 
 without an id becomes id 0.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

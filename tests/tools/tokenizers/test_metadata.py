@@ -1,7 +1,5 @@
 """The tokenizer that made a pair is known at training: another vocabulary is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

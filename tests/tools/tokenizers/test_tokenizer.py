@@ -1,8 +1,6 @@
 """Tokenizers by their rules, on files made here and on GPT-2's own; tests/peers compares them with
 other packages."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import itertools

@@ -5,8 +5,6 @@ They are rows of cases.txt, each with the texts below it that `python -m tests.r
 writes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """A small command line and what the checks say of it with other flags."""
 
-from __future__ import annotations
-
 from megatron.arguments import config_from, flags_of, parse
 from megatron.config import command_line
 from megatron.config.checks import rules as check

@@ -1,7 +1,5 @@
 """What a flag's declaration says is refused or noted, for every flag."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

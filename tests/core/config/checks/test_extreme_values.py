@@ -1,7 +1,5 @@
 """Every flag with a value far outside: problems with a code, or none, never an exception."""
 
-from __future__ import annotations
-
 import unicodedata
 
 import pytest

@@ -1,8 +1,6 @@
 """Choices between kernels that some machine can meet are accepted in silence (those that none can:
 cases.txt)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.core.config.checks.checked_flags import BASE, checked

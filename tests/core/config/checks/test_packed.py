@@ -1,8 +1,6 @@
 """What --packed-samples accepts, and what it finds in folders before anything is loaded (the rest:
 cases.txt)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.core.config.checks.checked_flags import BASE, checked

@@ -1,8 +1,6 @@
 """What a command line says about data, tokenizer and files, and what of it is missing on this
 machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

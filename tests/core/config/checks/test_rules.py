@@ -1,8 +1,6 @@
 """Every rule of a command line: what is refused or noted (cases.txt), all at once, and what is
 accepted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

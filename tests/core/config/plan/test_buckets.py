@@ -1,7 +1,5 @@
 """Where parameters lie in flat buckets, by brute force over every element."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Whether a run fits: the verdict by size, flags that take less, the host's share."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Layout strings: layers of each stage, and the character that a wrong string is refused for."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

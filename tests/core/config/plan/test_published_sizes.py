@@ -6,8 +6,6 @@ Sources, read on 2026-11-30: yanring/Megatron-MoE-ModelZoo, model_configs/benchm
 DISPATCHER=deepep; slime, scripts/models/{kimi-k2,moonlight}.sh (34bba0b8, e0be9a07) and
 glm4.7-30B-A3B.sh, which say the model alone. Data and tokenizer are ours, and paths are left out."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The first screen of a run: its numbers follow the flags, and no line is wider than the screen."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

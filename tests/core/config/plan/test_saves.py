@@ -1,8 +1,6 @@
 """What a dry run says of checkpoints: their bytes, against those that runs have written, and how many
 there are."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,8 +1,6 @@
 """Pipeline schedules played through without a tensor: nobody waits for ever, few activations live,
 the bubble is right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from time import perf_counter
 

@@ -1,7 +1,5 @@
 """Layers over stages and chunks: all of them once, as even as can be, or a message."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.config.plan.stages import (

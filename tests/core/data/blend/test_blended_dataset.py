@@ -1,8 +1,6 @@
 """Blends: the words of --split and --data-path, sizes, the greedy choice, and what users hear about
 bad weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

@@ -1,8 +1,6 @@
 """The epoch order: every token so often as asked, mixes in exact shares, the same order however
 long the run is."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,8 +1,6 @@
 """A server before the tests' S3 server: each answer takes some milliseconds, and a test may spoil
 some."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 import time

@@ -1,7 +1,5 @@
 """A file of this machine as one of a store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron import remote_files

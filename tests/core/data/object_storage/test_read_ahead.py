@@ -1,7 +1,5 @@
 """Blocks of the next micro-batches are fetched before they are read, and stay until they are."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Data of an object store give the samples that the same files give on a disk, through a cache that
 never exceeds its bound."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Files of packed samples, and the data sets built of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packed rows: a worked example, a plain packer of lists, and folders that are wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A set of parts made of a pair."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

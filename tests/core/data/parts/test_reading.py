@@ -1,7 +1,5 @@
 """A set of parts is read as the pair that one machine would have written, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The C++ as built for each level of instructions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The C++ of experts against the formulas in fp64, and where it is not used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Linear layers of a few rows by C++ against the formula in fp64, and where the C++ is not used."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,6 @@
 """A stand-in on the CPU for torch's flash kernel, that draws its masks as the kernel does: from the
 device's own generator in forward, from the state it had in backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,8 +1,6 @@
 """The Triton kernels on the CPU, by Triton's interpreter, against the formulas: a program that
 test_fused_ops.py starts, because the interpreter is chosen before triton is imported."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """The operations of a call on the meta device that are launches on CUDA."""
 
-from __future__ import annotations
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

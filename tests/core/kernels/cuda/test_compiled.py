@@ -1,8 +1,6 @@
 """The Triton kernels as they are compiled for GPUs, which needs no GPU: how wide they load, and how
 many instructions they have."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """How the Triton kernels of FP8 are compiled for GPUs, of which none is needed; what they compute: interpreted.py."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """SwiGLU, rotary positions and dropout of CUDA: one launch each on the meta device, and what the
 kernels compute, by Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

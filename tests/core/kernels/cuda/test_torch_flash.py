@@ -1,7 +1,5 @@
 """Torch's flash kernel with dropout and documents, by its stand-in on the CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Data for runs that save."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runs import write_text

@@ -1,7 +1,5 @@
 """A disk that refuses: a hook for tests.runs.train."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """Runs of seven iterations that save every second."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

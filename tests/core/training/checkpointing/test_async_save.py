@@ -1,8 +1,6 @@
 """--async-save: the same bytes as without it, one save at a time, and what happens when a part of
 it dies or is refused."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os

@@ -1,8 +1,6 @@
 """Where a damaged checkpoint sends a run: all ranks to the newest good one, and nowhere if one was
 asked for. That any damage is noticed and named: `tests.campaigns.hostile.run_kinds`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

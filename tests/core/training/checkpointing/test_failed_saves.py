@@ -1,8 +1,6 @@
 """Saves that the disk refuses: a periodic one costs a warning, the last one of a run its success;
 nothing else changes."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

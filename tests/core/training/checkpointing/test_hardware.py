@@ -1,7 +1,5 @@
 """A resume on another processor, device, kernel or torch is no longer bit for bit, and says so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

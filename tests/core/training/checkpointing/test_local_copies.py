@@ -2,8 +2,6 @@
 (%n in the path, two ranks or one to a node), and what a restart takes when some of them are gone,
 damaged or of another run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,8 +1,6 @@
 """--save and --load in an object store: what lies there is what was saved, and failing stores are
 waited for and told of."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Checkpoints of earlier versions (tests/golden/checkpoints) resume with the losses that the version
 which wrote them had."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,8 +1,6 @@
 """Nothing of another history is replaced, removed or loaded in silence: all pairs of four
 histories, and sequences of runs, against the true line of saves that led to each checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,8 +1,6 @@
 """--keep-last and --keep-every, --snapshot-interval and --snapshot-dir, --control-file in whole
 runs."""
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

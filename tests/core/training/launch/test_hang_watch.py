@@ -1,7 +1,5 @@
 """How long each phase may take before it counts as a hang."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

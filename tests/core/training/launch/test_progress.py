@@ -1,8 +1,6 @@
 """What follows from a rank that makes no progress, whether a process computes, and the watch of a run
 of one rank."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,8 +1,6 @@
 """Server and clients of several ranks, here threads of one process: who is chosen to speak, who is told,
 who is not believed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ranks that torchrun restarts: each attempt has a store of its own."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

@@ -1,8 +1,6 @@
 """What is said of an error, and what a worker process does about signals; whole runs are in
 tests/campaigns/e2e."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The table of kernels as --dry-run prints it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,8 +1,6 @@
 """Metrics file, TensorBoard and log where a disk is full or fails, or the reader has gone: one
 warning; training goes on."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

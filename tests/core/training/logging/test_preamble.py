@@ -1,7 +1,5 @@
 """What the preamble says would make a run faster, on devices that are not here."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

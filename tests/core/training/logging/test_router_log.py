@@ -1,7 +1,5 @@
 """The numbers of routers in the log: of all MoE layers, and of each with --moe-per-layer-logging."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

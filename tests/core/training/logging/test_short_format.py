@@ -1,7 +1,5 @@
 """--log-format short: its numbers, its width, and that every line is read back."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,8 +1,6 @@
 """--log-format short, its state: the status line of a terminal, which iterations have a line, the
 time left."""
 
-from __future__ import annotations
-
 import io
 import time
 

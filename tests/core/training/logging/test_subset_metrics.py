@@ -1,7 +1,5 @@
 """Tokens, losses and right labels of each data set of a blend: names, counts, layouts."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

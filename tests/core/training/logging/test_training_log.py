@@ -1,7 +1,5 @@
 """What whole small runs write down: metrics file, iteration lines, timers, a device's memory."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

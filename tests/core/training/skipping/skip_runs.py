@@ -1,8 +1,6 @@
 """Runs that leave out iterations, watched from outside: what they fetch, what they train on, and a
 fault."""
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

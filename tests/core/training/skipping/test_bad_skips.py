@@ -1,7 +1,5 @@
 """What is wrong with ranges to skip is said in one line, before anything is built."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a resume makes of ranges to skip: all rules of resuming, from numbers alone."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

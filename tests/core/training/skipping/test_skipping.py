@@ -1,8 +1,6 @@
 """--train-range-to-skip on small runs, and a fault that they must catch; bad ranges are in
 test_bad_skips.py."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
