@@ -35,7 +35,7 @@ from megatron.data import pair_checksums
 from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
-from megatron.data.object_storage.url_names import urls_in_errors
+from megatron.data.url_names import urls_in_errors
 from megatron.data.packed.build import open_files
 from megatron.data.packed.loss_mask import is_trained, tokens_of
 from megatron.data.packed.packed_dataset import SampleFile

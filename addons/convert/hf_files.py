@@ -13,12 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.checkpoint.filesystem import DISK
-from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, row_major, write_file
 from megatron.checkpoint.safetensors_reader import SafetensorsFile
 from megatron.config.checkpoint import is_url
@@ -29,7 +28,10 @@ from .block_scales import SCALE, block_of, dequantized, dtype_of, full_precision
 from .config_keys import read_json
 from .links import ConversionError, Header
 from .stores.kept_shards import KeptShards
-from .stores.remote_folder import RemoteFolder, opened
+from .stores.remote_folder import RemoteFolder, opened, remote_of
+
+if TYPE_CHECKING:
+    from ..object_storage.run_directories import Remote
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -359,4 +361,4 @@ def opened_folder(path_or_url: Path | str) -> Iterator[Path | RemoteFolder]:
 
 def target_of(path_or_url: Path | str) -> Path | Remote:
     """Where to write the folder `path_or_url`. Raises ValueError for a URL that cannot be used."""
-    return Remote(str(path_or_url).rstrip("/")) if is_url(str(path_or_url)) else Path(path_or_url)
+    return remote_of(str(path_or_url)) if is_url(str(path_or_url)) else Path(path_or_url)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -42,6 +41,9 @@ from .hf_files import (
 from .links import ConversionError, Header, Link, check, links_of
 from .native import NativeCheckpoint, write_checkpoint
 from .stores.remote_folder import RemoteFolder
+
+if TYPE_CHECKING:
+    from ..object_storage.run_directories import Remote
 
 _HEAD = re.compile(r"(model\.)?mtp[._]")
 _NUMBER = re.compile(r"model\.layers\.(\d+)\.")

@@ -20,7 +20,6 @@ import torch
 
 from megatron import host
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.object_store import Remote
 from megatron.config.model import ModelConfig
 from megatron.data.tokenizers.build import NullTokenizer
 from megatron.inference.load_model import TrainedModel, open_trained_model
@@ -36,6 +35,7 @@ from .stores.remote_folder import RemoteFolder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..object_storage.run_directories import Remote
     from .huggingface import AsHF
 
 TOLERANCE = 1e-4  # largest difference, as a share of the largest value

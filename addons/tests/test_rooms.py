@@ -20,12 +20,13 @@ from tests.load_tool import room_program
 from tests.problems import codes_of
 from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
 
-# flags under which each does something in a run; two have programs alone
+# flags under which each does something in a run; some have programs alone
 USED = {
     "convert": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
     "megatron_cli": "--log-format aurora",
+    "object_storage": "",
     "ops": "--data-ledger {}/ledger --run-events --crash-loop-limit 1 --log-straggler --gpu-sniff-test-interval 2 --verify-step-interval 1 "
     "--verify-step-action majority --eval-tasks {}/task.yaml --eval-tasks-interval 1",
     "ray": "",
@@ -37,7 +38,10 @@ ADDONS = {
     for name in USED
 }
 # a program of the core with flags under which an add-on without flags or programs does something
-PROGRAMS = {"ray": "tools/preprocess_data.py --cluster ray"}
+PROGRAMS = {
+    "object_storage": f"pretrain_gpt.py {' '.join(SMALL)} --mock-data --load s3://bucket/run",
+    "ray": "tools/preprocess_data.py --cluster ray",
+}
 # files in the folder of the run that these flags name
 FILES = {
     "task.yaml": "task: sky\ndataset_path: json\ndataset_kwargs: {data_files: {test: FOLDER/sky.jsonl}}\n"

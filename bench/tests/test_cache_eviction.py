@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.object_storage.block_cache import (
+from megatron.addons.object_storage.block_cache import (
     BLOCK_BYTES,
     LOOKS,
     PAGE,
@@ -18,7 +18,7 @@ from megatron.data.object_storage.block_cache import (
     Needed,
     Window,
 )
-from tests.core.data.object_storage.stored import stored_file
+from megatron.addons.object_storage.tests.stored import stored_file
 
 BLOCKS = 1024
 RANKS = 8

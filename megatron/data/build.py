@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron import log
+from megatron import log, object_stores
 from megatron.config.checkpoint import is_url
 from megatron.config.data import DataConfig
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
@@ -43,9 +43,7 @@ def _on_this_machine(data: DataConfig, blend: Blend) -> Blend:
     words, weights = blend
     if not any(map(is_url, words)):
         return blend
-    from megatron.data.object_storage.mirror import local_words
-
-    return local_words(words, data), weights
+    return object_stores.part("mirror").local_words(words, data), weights
 
 
 def _named_blends(data: DataConfig) -> Blends:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
+from megatron import object_stores
 from megatron.data.file_access import open_to_read, read_at
-from megatron.data.object_storage.remote_tokens import RemoteTokens, note_path, recorded_size
+
+NOTE = ".remote"  # what a file is called that stands for a .bin of an object store
 
 
 class TokenBytes(Protocol):
@@ -48,7 +50,10 @@ class LocalTokens:
 
 def open_tokens(path: str) -> TokenBytes:
     """Open the .bin of this path. Raises ValueError."""
-    return RemoteTokens(path) if _is_remote(path) else LocalTokens(path)
+    if not _is_remote(path):
+        return LocalTokens(path)
+    tokens: TokenBytes = object_stores.part("remote_tokens").RemoteTokens(path)
+    return tokens
 
 
 def exists(path: str) -> bool:
@@ -58,7 +63,20 @@ def exists(path: str) -> bool:
 
 def size_of(path: str) -> int:
     """Its size in bytes. Raises OSError."""
-    return recorded_size(path) if _is_remote(path) else os.stat(path).st_size
+    if not _is_remote(path):
+        return os.stat(path).st_size
+    size: int = object_stores.part("remote_tokens").recorded_size(path)
+    return size
+
+
+def note_path(path: str) -> str:
+    """The note that stands for the file `path`."""
+    return f"{path}{NOTE}"
+
+
+def without_note(name: str) -> str:
+    """The name of the file for which a file of this name stands: of any other, its own."""
+    return name.removesuffix(NOTE)
 
 
 def _is_remote(path: str) -> bool:

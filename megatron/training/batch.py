@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron import interrupt
+from megatron import interrupt, object_stores
 from megatron.config.plan.batch_size import BatchSizeSchedule
 from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import LOSS_MASK, NO_LABEL, POSITIONS
@@ -23,7 +23,6 @@ from megatron.parallel.random import DropoutSeeds
 from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
-    from megatron.data.object_storage.read_ahead import ReadAhead
     from megatron.data.samples import Ahead
     from megatron.model.blocks.module import RouterStep
     from megatron.model.blocks.mtp.module import Depths
@@ -314,9 +313,9 @@ def load_samples(
     parent = os.getpid()
     fetching = None
     if ahead:
-        from megatron.data.object_storage.read_ahead import ReadAhead
-
-        fetching = ReadAhead(ahead, dataset.dataset, micro_batches, lambda: _start_worker(parent))
+        fetching = object_stores.part("read_ahead").ReadAhead(
+            ahead, dataset.dataset, micro_batches, lambda: _start_worker(parent)
+        )
     with warnings.catch_warnings():
         # torch's advice for fewer workers than cores, which suits those that compute
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -333,7 +332,7 @@ def load_samples(
 
 
 def handed_out(
-    batches: Iterator[MicroBatch], workers: bool, fetching: ReadAhead | None = None
+    batches: Iterator[MicroBatch], workers: bool, fetching: Any = None
 ) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a DataLoader, whose errors become one line; close() ends its workers."""
     try:

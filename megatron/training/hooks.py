@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+from megatron import object_stores
 from megatron.config.training import TrainingConfig
 from megatron.training.evaluation import Evaluation
 from megatron.training.hook import Hook
@@ -44,9 +45,8 @@ def build_hooks(
 
         hooks.append(OwnModelChecks(run))
     if config.data.object_storage_cache_path:
-        from megatron.training.store_reads import StoreReads
-
-        hooks.append(StoreReads(config.data, run.runtime.ctx.world))
+        reads = object_stores.part("store_reads").StoreReads(config.data, run.runtime.ctx.world)
+        hooks.append(reads)
     hooks.append(IterationLog(lines))
     hooks += [skipping, evaluation, saving]
     control = config.checkpoint.control_file

@@ -10,21 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron import remote_files, small_files
+from megatron import small_files
 from megatron.checkpoint import file_transfer, local_copies, reading, skip_log, store
 from megatron.checkpoint.file_transfer import HEAD, Route
 from megatron.checkpoint.local_copies import LocalSave
 from megatron.checkpoint.manifest import FileRecord, Manifest
-from megatron.checkpoint.object_store import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config import checkpoint_args
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.run_directory import vouched_file
 from megatron.config.tree import Config
 from megatron.data.chat.templates import template_in_folder
-from megatron.data.object_storage import mirror
-from megatron.data.object_storage.block_cache import StoredFile, block_cache
-from megatron.data.object_storage.remote_tokens import RemoteTokens, note_path, write_note
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer
 from megatron.features.registry import RunConfig
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
@@ -34,7 +30,6 @@ from tests.hostile_names import (  # noqa: F401
     NAMES,
     SAFE,
     Places,
-    Store,
     audit,
     check_link,
     check_name,
@@ -45,50 +40,12 @@ from tests.hostile_names import (  # noqa: F401
 from tests.problems import code_of
 
 
-def key_of_data(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    files = Store("bucket/data", f"{name}/a.idx", f"{name}/a.bin")
-    patch.setattr(remote_files, "client", lambda url: files)
-    mirror.local_word.__wrapped__("s3://bucket/data", str(root / "cache"), 1 << 20)
-
-
-def url_of_data(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    files = Store("bucket", f"{name}/a.idx")
-    patch.setattr(remote_files, "client", lambda url: files)
-    mirror.local_word.__wrapped__(f"s3://bucket/{name}/a", str(root / "cache"), 1 << 20)
-
-
-def file_of_a_stored_checkpoint(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    files = Store("bucket/run/iter_0000005", name)
-    patch.setattr(remote_files, "open_store", lambda url: (files, "bucket/run"))
-    Remote("s3://bucket/run").fetch(5, root / "run", as_newest=False)
-
-
 def files_of_a_manifest(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
     store.save(root, 5, [], RunState(iteration=5), "--seed 5\n")
     files = {name: FileRecord(4, "00000000")}
     folder = root / "iter_0000005"
     (folder / "manifest.json").write_bytes(Manifest(5, files, {}).dump())
     reading.load(root)
-
-
-def cache_of_a_note(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    """A note below a cache leads to another directory."""
-    _note(root, cache=f"../../..{'/' * (name[:1] != '/')}{name}")
-
-
-def key_of_a_note(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    _note(root, key=name)
-
-
-def _note(root: Path, **changed: str) -> None:
-    path = root / "cache/files/0123456789abcdef/s3:bucket/d.bin"
-    path.parent.mkdir(parents=True)
-    block_cache(str(root / "cache")).set_bound(1 << 20)
-    write_note(str(path), StoredFile("s3://bucket/d.bin", 4, "k", "1"), str(root / "cache"))
-    RemoteTokens(str(path))
-    table = json.loads(Path(note_path(str(path))).read_text())
-    Path(note_path(str(path))).write_text(json.dumps({**table, **changed}))
-    RemoteTokens(str(path))
 
 
 def local_copies_of(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -115,17 +72,7 @@ ORDINARY = (
     "...",
 )
 PLACES: Places = {
-    "key of data": (key_of_data, SAFE, ()),
-    "URL of data": (url_of_data, SAFE, ()),
-    "file of a checkpoint in a store": (
-        file_of_a_stored_checkpoint,
-        SAFE,
-        # of a key what is behind its last slash
-        ("parent", "parent further in", "absolute", "empty", "empty part", "trailing slash"),
-    ),
     "files of a manifest": (files_of_a_manifest, SAFE, ()),
-    "cache of a note": (cache_of_a_note, (*SAFE, "data-file-damaged"), ("empty", "dot")),
-    "key of a note": (key_of_a_note, SAFE, ()),
     "local_copies.json": (local_copies_of, ("local-copies-file-damaged",), ()),
     "folder of local copies": (local_copies_folder, SAFE, ()),
     "tracker": (tracker, ("checkpoint-tracker-malformed",), ()),

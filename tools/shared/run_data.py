@@ -20,7 +20,7 @@ from megatron.config.run_directory import iteration_directory, iterations, newes
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
-from megatron.data.object_storage.url_names import with_urls
+from megatron.data.url_names import with_urls
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset, TokenSpan

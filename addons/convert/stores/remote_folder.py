@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.object_store import BLOCK_BYTES, Remote
+from megatron import object_stores
 from megatron.checkpoint.safetensors_reader import SafetensorsFile
 
 from ..links import ConversionError
 
+if TYPE_CHECKING:
+    from ...object_storage.run_directories import Remote
+
+BLOCK_BYTES = 16 << 20  # that are asked for at once
 THREADS = 4  # that fetch pieces of one tensor
 AHEAD = 4 << 20  # bytes: of a shorter read so many are fetched, and kept for the reads after it
 
@@ -104,11 +108,17 @@ class _Shard(SafetensorsFile):
         """Nothing is open."""
 
 
+def remote_of(url: str) -> Remote:
+    """The folder of a URL. Raises ValueError for one that cannot be used."""
+    remote: Remote = object_stores.part("run_directories").Remote(url.rstrip("/"))
+    return remote
+
+
 @contextmanager
 def opened(url: str, wanted: Callable[[str], bool]) -> Iterator[RemoteFolder]:
     """The folder of a URL with its `wanted` files on the disk. Errors name the URL, not the copies.
     Raises ValueError for a URL that cannot be used, CheckpointError where the store refuses."""
-    remote = Remote(url.rstrip("/"))
+    remote = remote_of(url)
     names = remote.names()
     with tempfile.TemporaryDirectory() as scratch:
         for name in filter(wanted, names):

@@ -11,11 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron import remote_files
 from megatron.addons.convert import megatron_layout
 from megatron.addons.convert.deepspeed_files.checkpoint import checkpoint_folder
 from megatron.addons.convert.hf_files import INDEX, SIDE_FILES, HFFolder, side_files
-from megatron.addons.convert.stores.remote_folder import opened
 from megatron.addons.convert.tests.in_process import use_it
 from megatron.addons.convert.torch_dist_tensor import read_index
 from megatron.addons.convert.torch_files import read_file
@@ -25,7 +23,6 @@ from tests.hostile_names import (  # noqa: F401
     KINDS,
     SAFE,
     Places,
-    Store,
     audit,
     check_link,
     check_name,
@@ -33,13 +30,6 @@ from tests.hostile_names import (  # noqa: F401
     link_in_place_of,
     linked,
 )
-
-
-def file_of_a_stored_model(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
-    files = Store("bucket/hf", name)
-    patch.setattr(remote_files, "open_store", lambda url: (files, "bucket/hf"))
-    with opened("s3://bucket/hf", lambda each: True):
-        pass
 
 
 def weight_map(root: Path, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -69,11 +59,6 @@ def tracker_of_megatron(root: Path, name: str, patch: pytest.MonkeyPatch) -> Non
 
 
 PLACES: Places = {
-    "file of a model in a store": (
-        file_of_a_stored_model,
-        SAFE,
-        ("parent", "parent further in", "absolute", "empty", "empty part", "trailing slash"),
-    ),
     "weight_map": (weight_map, SAFE, ("empty", "dot", "parent alone")),  # with .safetensors behind
     "relative_path in .metadata": (place_in_metadata, SAFE, ()),
     "latest of DeepSpeed": (latest_of_deepspeed, SAFE, ("not UTF-8", "half a pair")),  # replaced

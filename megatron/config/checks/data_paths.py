@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
+from megatron import object_stores
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.data import DataConfig
@@ -198,6 +199,8 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                 prefixes = [p for p in prefixes if p not in numbers]
             for prefix in prefixes:
                 if is_url(prefix):
+                    if not object_stores.is_installed():
+                        yield f"{flag} {prefix}: {object_stores.MISSING}"
                     continue  # the store says so where it is read
                 problems = None
                 if d.packed_samples:

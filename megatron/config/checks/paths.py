@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from megatron import launcher
+from megatron import launcher, object_stores
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing
@@ -51,7 +51,7 @@ def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
 def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
-    lines = [*_urls(config.checkpoint), *_sources(d)]
+    lines = [*_unsafe_urls(config.checkpoint), *_sources(d)]
     if not _has_files(d):
         return [*lines, *_split(config), *check_tokenizer.flag_problems(d)]
     from megatron.config.checks import data_paths
@@ -103,16 +103,23 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             lines += file_to_write(flag, path)
+    if not object_stores.is_installed():
+        lines += [f"{flag} {url}: {object_stores.MISSING}" for flag, url in _urls(c).items()]
     for group in knowing:
         lines += group.missing()
     return lines
 
 
-def _urls(c: CheckpointConfig) -> Iterator[str]:
-    for flag, url in (("--save", c.save), ("--load", c.load), ("--snapshot-dir", c.snapshot_dir)):
+def _urls(c: CheckpointConfig) -> dict[str, str]:
+    """The flags of checkpoints that name a place in an object store."""
+    urls = {"--save": c.save, "--load": c.load, "--snapshot-dir": c.snapshot_dir}
+    return {flag: url for flag, url in urls.items() if is_url(url)}
+
+
+def _unsafe_urls(c: CheckpointConfig) -> Iterator[str]:
+    for flag, url in _urls(c).items():
         try:
-            if is_url(url):
-                safe_name(staged_name(url), flag, below=True)
+            safe_name(staged_name(url), flag, below=True)
         except UnsafeName as error:
             yield str(error)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.data.blend.paths import PARTIAL
-from megatron.data.object_storage.remote_tokens import without_note
+from megatron.data.token_bytes import without_note
 
 
 def token_files(folder: str) -> list[str]:

@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megatron import launcher, log
-from megatron.checkpoint.filesystem import (
-    DISK,
-)
-from megatron.config import command_line, history
+from megatron import launcher, log, object_stores
+from megatron.checkpoint.filesystem import DISK
+from megatron.config import command_line
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command_line import CommandLine
 from megatron.config.history import History
@@ -24,9 +22,6 @@ from megatron.config.run_directory import (
     newest_with_good_args,
 )
 from megatron.config.skip_ranges import FILE_NAME
-
-if TYPE_CHECKING:
-    from megatron.checkpoint.object_store import Remote
 
 SUFFIX = "other-history"
 LOCAL_COPIES = "local_copies.json"
@@ -135,7 +130,9 @@ def make_room(line: CommandLine) -> None:
     if c.save is None or not known:
         return
     found = others(c, own)
-    stored = [] if own and is_same_directory(c) else list(_in_store(line, own))
+    stored: list[tuple[Any, Sequence[int]]] = []  # run directories, what is wrong there
+    if (line.save_url or line.snapshot_url) and not (own and is_same_directory(c)):
+        stored = list(object_stores.part("run_directories").foreign(line, own))
     names = [str(path) for path in found]
     names += [f"{remote.url}/iter_{n:07d}" for remote, wrong in stored for n in wrong]
     if names and not may_rename(c, own):
@@ -145,19 +142,6 @@ def make_room(line: CommandLine) -> None:
     for remote, wrong in stored:
         for name in remote.set_aside(wrong, SUFFIX):
             _say(f"{remote.url}/{name}", f"{name}.{SUFFIX}")
-
-
-def _in_store(line: CommandLine, own: History | None) -> Iterator[tuple[Remote, Sequence[int]]]:
-    """(Run directory in an object store, what that holds of other histories)."""
-    places = [(line.save_url, "")] + [(line.snapshot_url, f"/{slot}") for slot in "01"]
-    for url, below in places:
-        if url:
-            from megatron.checkpoint.object_store import Remote
-
-            remote = Remote(url + below)
-            theirs = remote.histories()
-            wrong = history.foreign(own, theirs) if own else [n for n in theirs if n]
-            yield remote, wrong
 
 
 def set_aside(save: Path, found: Sequence[Path]) -> None:

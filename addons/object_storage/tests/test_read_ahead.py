@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.object_storage import block_cache, mirror
-from megatron.data.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
-from megatron.data.object_storage.read_ahead import ReadAhead
+from megatron.addons.object_storage import block_cache, mirror
+from megatron.addons.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
+from megatron.addons.object_storage.read_ahead import ReadAhead
 from megatron.data.samples import Ahead
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
-from tests.core.data.object_storage.stored import stored_file
+from megatron.addons.object_storage.tests.stored import stored_file
 
 BLOCK = 512
 PAGE = block_cache.PAGE

@@ -7,27 +7,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron.data.object_storage.block_cache import (
-    ACCOUNT,
-    FILES,
-    BlockCache,
-    StoredFile,
-    block_cache,
-    download,
-)
+from megatron.data.token_bytes import note_path
 from megatron.small_files import UnsafeName, path_inside, read_json, safe_name
 
-NOTE = ".remote"
-
-
-def note_path(path: str) -> str:
-    """The note that stands for the file `path`."""
-    return f"{path}{NOTE}"
-
-
-def without_note(name: str) -> str:
-    """The name of the file for which a file of this name stands: of any other, its own."""
-    return name.removesuffix(NOTE)
+from .block_cache import ACCOUNT, FILES, BlockCache, StoredFile, block_cache, download
 
 
 def write_note(path: str, stored: StoredFile, cache: str) -> None:

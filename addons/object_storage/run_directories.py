@@ -14,21 +14,24 @@ import re
 import secrets
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron import log, remote_files
+from megatron import log
 from megatron.checkpoint import manifest, retention, skip_log, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.helper_process import SideProcess
 from megatron.checkpoint.state import RunState
-from megatron.config import run_directory
+from megatron.config import history, run_directory
+from megatron.config.command_line import CommandLine
 from megatron.config.history import History
 from megatron.config.run_directory import RunDirectory, slots
 from megatron.small_files import path_inside, read_bytes
+
+from . import object_stores
 
 TRIES = 5
 WAITS = 1.0  # seconds before the second try, twice as long before each further one
@@ -41,7 +44,7 @@ class Remote:
 
     def __init__(self, url: str):
         self.url = url
-        self.files, self._root = remote_files.open_store(url)
+        self.files, self._root = object_stores.open_store(url)
 
     def __str__(self) -> str:
         return self.url
@@ -242,7 +245,7 @@ class Remote:
         CheckpointError, FileNotFoundError."""
         self.files.invalidate_cache()
         info = self._patiently("look at", name, lambda: self.files.info(f"{self._root}/{name}"))
-        return remote_files.facts(info)
+        return object_stores.facts(info)
 
     def read(self, name: str, start: int, length: int) -> bytes:
         """`length` bytes of a file from byte `start` on. Thread-safe. Raises CheckpointError, also
@@ -252,7 +255,7 @@ class Remote:
             return b""
         path = f"{self._root}/{name}"
         return self._patiently(
-            "read", name, lambda: remote_files.read_range(self.files, path, start, length)
+            "read", name, lambda: object_stores.read_range(self.files, path, start, length)
         )
 
     def delete(self, names: Sequence[str]) -> None:
@@ -283,11 +286,40 @@ class Remote:
     def _patiently(self, verb: str, name: str, action: Any) -> Any:
         """Call it, up to TRIES times if the store fails. Raises CheckpointError then."""
         try:
-            return remote_files.patiently(action, [WAITS * 2**n for n in range(TRIES - 1)])
-        except remote_files.StoreFailed as error:
+            return object_stores.patiently(action, [WAITS * 2**n for n in range(TRIES - 1)])
+        except object_stores.StoreFailed as error:
             raise CheckpointError(
                 f"cannot {verb} {name} in {self.url}, {error} [object-store-failed]"
             ) from error.__cause__
+
+
+def fetch_for(line: CommandLine) -> None:
+    """What --load and --snapshot-dir name in an object store. Raises CheckpointError and
+    ValueError."""
+    c = line.config.checkpoint
+    if line.load_url and c.load:
+        fetch(line.load_url, c.load, c.ckpt_step, required=line.load_url != line.save_url)
+    if line.snapshot_url and c.snapshot_dir and c.load and c.ckpt_step is None:
+        fetch_snapshot(line.snapshot_url, c.snapshot_dir, c.load)
+
+
+def uploading_for(line: CommandLine) -> AbstractContextManager[None]:
+    """Upload what a run saves, if it belongs in an object store."""
+    c = line.config.checkpoint
+    assert c.save is not None, "the run saves"
+    snapshots = c.snapshot_dir if c.snapshot_interval else None
+    return uploading(upload_targets(c.save, line.save_url, snapshots, line.snapshot_url))
+
+
+def foreign(line: CommandLine, own: History | None) -> Iterator[tuple[Remote, Sequence[int]]]:
+    """(Run directory in an object store to which a run saves, what that holds of other histories
+    than `own`)."""
+    places = [(line.save_url, "")] + [(line.snapshot_url, f"/{slot}") for slot in "01"]
+    for url, below in places:
+        if url:
+            remote = Remote(url + below)
+            theirs = remote.histories()
+            yield remote, history.foreign(own, theirs) if own else [n for n in theirs if n]
 
 
 def fetch(url: str, staging: str, step: int | None = None, required: bool = False) -> None:

@@ -16,14 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 from megatron import log
-from megatron.data.object_storage.block_cache import (
-    BlockCache,
-    Needed,
-    Window,
-    block_cache,
-)
 from megatron.data.sample_lookup import Dataset
 from megatron.data.samples import Ahead
+
+from .block_cache import BlockCache, Needed, Window, block_cache
 
 THREADS = 16  # that wait for the store side by side
 FULL = 0.2  # seconds between two looks whether the cache has room

@@ -11,9 +11,9 @@ import pytest
 
 from megatron.addons.convert.stores import remote_folder
 from megatron.addons.convert.tests.llama_files import make_model
-from megatron.checkpoint import object_store
+from megatron.addons.object_storage import run_directories
 from megatron.checkpoint.filesystem import Disk
-from tests.core.checkpoint.s3_server import serving
+from megatron.addons.object_storage.tests.s3_server import serving
 from tests.load_tool import load_tool
 from tests.problems import assert_problem
 
@@ -24,7 +24,7 @@ LAYER = "model-00001.safetensors"  # make_model writes a file for each layer
 def files(monkeypatch):
     """The store, empty."""
     memory = pytest.importorskip("fsspec.implementations.memory")
-    monkeypatch.setattr(object_store, "WAITS", 0.0)
+    monkeypatch.setattr(run_directories, "WAITS", 0.0)
     store = memory.MemoryFileSystem()
     monkeypatch.setattr(memory.MemoryFileSystem, "store", {})
     monkeypatch.setattr(memory.MemoryFileSystem, "pseudo_dirs", [""])

@@ -9,17 +9,18 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from megatron import remote_files
-from megatron.checkpoint import object_store, reading, retention, skip_log, store
+from megatron.addons.object_storage import object_stores
+from megatron.addons.object_storage import run_directories
+from megatron.checkpoint import reading, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.object_store import Remote
+from megatron.addons.object_storage.run_directories import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.history import History
 from megatron.training.checkpointing import one_history
 from tests import problems
-from tests.core.checkpoint.s3_server import serving
+from megatron.addons.object_storage.tests.s3_server import serving
 from tests.runs import SMALL, same_tensors, train, write_text
 
 BASE = [
@@ -46,8 +47,8 @@ def bucket(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(object_store, "WAITS", 0.0)
-    monkeypatch.setattr(object_store, "LOOKS", 0.05)
+    monkeypatch.setattr(run_directories, "WAITS", 0.0)
+    monkeypatch.setattr(run_directories, "LOOKS", 0.05)
 
 
 def checkpoint(staging: Path, iteration: int, own: History | None = None) -> None:
@@ -77,11 +78,11 @@ def test_what_is_a_url():
 
 def test_a_store_without_a_checkpoint_is_an_error_where_one_must_be_there(tmp_path):
     url = f"file://{tmp_path}/empty"
-    object_store.fetch(url, str(tmp_path / "here"))
+    run_directories.fetch(url, str(tmp_path / "here"))
     with pytest.raises(CheckpointError, match=r"--load file://"):
-        object_store.fetch(url, str(tmp_path / "here"), required=True)
+        run_directories.fetch(url, str(tmp_path / "here"), required=True)
     checkpoint(tmp_path / "here", 3)  # not uploaded yet
-    object_store.fetch(url, str(tmp_path / "here"), required=True)
+    run_directories.fetch(url, str(tmp_path / "here"), required=True)
 
 
 @pytest.mark.peers
@@ -159,7 +160,7 @@ def test_a_run_goes_on_from_the_store_alone(bucket, tmp_path):
     assert Remote(url).latest() == 4
     second = run(tmp_path / "two", data, url)
     assert second.rows[0]["iteration"] == 5 and Remote(url).latest() == 6
-    object_store.fetch(url, str(tmp_path / "three/save"))
+    run_directories.fetch(url, str(tmp_path / "three/save"))
     with reading.load(tmp_path / "three/save").reader() as reader:
         same_tensors({name: reader.read(name) for name in reader.names()}, straight.tensors())
 
@@ -230,10 +231,10 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
     save = tmp_path / "save"
     snapshots = tmp_path / "snapshots"
     save_url = f"file://{tmp_path}/store/run" if save_in_store else None
-    places = object_store.upload_targets(str(save), save_url, str(snapshots), url)
+    places = run_directories.upload_targets(str(save), save_url, str(snapshots), url)
     assert len(places) == 2 + save_in_store
     checkpoint(save, 1)
-    with object_store.uploading(places):
+    with run_directories.uploading(places):
         for iteration in (2, 4, 6):
             snapshot(snapshots, iteration)
             eventually(lambda iteration=iteration: iteration in held(url))
@@ -242,12 +243,12 @@ def test_snapshots_are_uploaded_to_their_slots_and_fetched_where_they_are_newer(
         assert [path.name for path in (tmp_path / "store/snap" / slot).glob("iter_*")] == [
             f"iter_{iteration:07d}"
         ]
-    object_store.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
+    run_directories.fetch_snapshot(url, str(tmp_path / "elsewhere"), str(save))
     fetched = run_directory.slots(tmp_path / "elsewhere")
     assert [retention.newest_in(slot) for slot in fetched] == [6, 4]
     assert files_of(tmp_path / "elsewhere/0/iter_0000006") == files_of(snapshots / "0/iter_0000006")
     checkpoint(save, 7)  # newer than both of them
-    object_store.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
+    run_directories.fetch_snapshot(url, str(tmp_path / "nothing"), str(save))
     assert not (tmp_path / "nothing").exists()
 
 
@@ -303,14 +304,14 @@ def test_a_fetch_follows_the_branch_that_the_store_is_on(files_as_store, tmp_pat
     second = History(((first.branches[0][0], 4),), 1).branch()
     checkpoint(tmp_path / "there", 6, second)
     Remote(url).upload(tmp_path / "there", 6)
-    object_store.fetch(url, str(tmp_path / "here"))  # which has 6 and 8 of the first branch
+    run_directories.fetch(url, str(tmp_path / "here"))  # which has 6 and 8 of the first branch
     assert reading.latest(tmp_path / "here") == 6
     assert History.parse(reading.load(tmp_path / "here").state.history).number == 2
     checkpoint(tmp_path / "here", 7, second)
-    object_store.fetch(url, str(tmp_path / "here"))
+    run_directories.fetch(url, str(tmp_path / "here"))
     assert reading.latest(tmp_path / "here") == 7
     (tmp_path / "store/run" / store.TRACKER).unlink()
-    object_store.fetch(url, str(tmp_path / "new"))
+    run_directories.fetch(url, str(tmp_path / "new"))
     assert reading.latest(tmp_path / "new") == 6
 
 
@@ -326,7 +327,7 @@ def test_a_snapshot_of_a_branch_that_was_left_hides_none_of_this_one(files_as_st
         checkpoint(tmp_path / str(iteration), iteration, history)
         Remote(f"{url}/{slot}").upload(tmp_path / str(iteration), iteration)
     checkpoint(save, 4, own)
-    object_store.fetch_snapshot(url, str(tmp_path / "there"), str(save))
+    run_directories.fetch_snapshot(url, str(tmp_path / "there"), str(save))
     tries, _ = run_directory.tries(save, None, run_directory.slots(tmp_path / "there"))
     assert [each.step for each in tries] == [5, 4, 2]
 
@@ -336,7 +337,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
 ):
     save = tmp_path / "save"
     snapshots = tmp_path / "snapshots"
-    places = object_store.upload_targets(
+    places = run_directories.upload_targets(
         str(save), f"file://{tmp_path}/run", str(snapshots), f"file://{tmp_path}/snap"
     )
     put = Remote.put
@@ -350,7 +351,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
     checkpoint(save, 1)
     snapshot(snapshots, 2)
     refused = "/snap/0"
-    with object_store.uploading(places):
+    with run_directories.uploading(places):
         pass
     assert (
         "WARNING: --snapshot-dir" in capfd.readouterr().err
@@ -360,7 +361,7 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
     checkpoint(save, 3)
     with (
         pytest.raises(CheckpointError, match="--save file://"),
-        object_store.uploading(places),
+        run_directories.uploading(places),
     ):
         pass
 
@@ -368,12 +369,12 @@ def test_a_snapshot_that_the_store_refuses_is_a_warning_and_a_checkpoint_a_failu
 def test_a_bucket_that_is_not_there_is_a_failure_and_no_silence(tmp_path):
     """file:// without directories says what s3 says of a missing bucket: FileNotFoundError."""
     checkpoint(tmp_path / "save", 1)
-    places = object_store.upload_targets(
+    places = run_directories.upload_targets(
         str(tmp_path / "save"), f"file://{tmp_path}/nowhere/run", None, None
     )
     with (
         pytest.raises(CheckpointError, match="--save file://"),
-        object_store.uploading(places),
+        run_directories.uploading(places),
     ):
         pass
 
@@ -403,18 +404,18 @@ def test_what_will_not_pass_is_tried_once():
             calls.append(1)
             raise error
 
-        with pytest.raises(remote_files.StoreFailed):
-            remote_files.patiently(fail, [0.0, 0.0])
+        with pytest.raises(object_stores.StoreFailed):
+            object_stores.patiently(fail, [0.0, 0.0])
         assert len(calls) == (1 if error in lasting else 3), repr(error)
 
 
 @pytest.mark.parametrize("url", ["s3://AKIA:SECRET@bucket/run", "s3://AKIA:SEC/RET@bucket/run"])
 def test_credentials_in_a_url_are_refused_and_not_repeated(url):
-    for action in (Remote, remote_files.client):
+    for action in (Remote, object_stores.client):
         with pytest.raises(ValueError) as caught:
             action(url)
         problems.assert_problem(str(caught.value), "url-has-credentials", "bucket/run")
         assert "AKIA" not in str(caught.value) and "RET@" not in str(caught.value)
     # ... nor where a library repeats them, of an endpoint or a proxy
-    failed = remote_files.StoreFailed(1, OSError("cannot connect to http://me:SECRET@proxy:80/x"))
+    failed = object_stores.StoreFailed(1, OSError("cannot connect to http://me:SECRET@proxy:80/x"))
     assert "SECRET" not in str(failed) and "proxy:80" in str(failed)

@@ -23,13 +23,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-from megatron import log, remote_files
+from megatron import log
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.data_paths import no_cache
 from megatron.config.data import DataConfig
 from megatron.data.blend.paths import PARTIAL
 from megatron.data.file_access import alone
-from megatron.data.object_storage.block_cache import (
+from megatron.data.parts.making import MAKING
+from megatron.data.parts.part_set import FOLDER, plan_path
+from megatron.small_files import path_inside, safe_name
+
+from . import object_stores
+from .block_cache import (
     BLOCK_BYTES,
     FILES,
     StoredFile,
@@ -39,10 +44,7 @@ from megatron.data.object_storage.block_cache import (
     replaced,
     unusable,
 )
-from megatron.data.object_storage.remote_tokens import write_note
-from megatron.data.parts.making import MAKING
-from megatron.data.parts.part_set import FOLDER, plan_path
-from megatron.small_files import path_inside, safe_name
+from .remote_tokens import write_note
 
 THREADS = 16
 CHUNK_BYTES = 16 << 20  # bytes of an index that are read at once
@@ -75,7 +77,7 @@ def local_word(url: str, folder: str, bound: int) -> str:
     """
     folder = os.path.abspath(folder)
     block_cache(folder).set_bound(bound)
-    files = remote_files.client(url)
+    files = object_stores.client(url)
     root = files._strip_protocol(url).rstrip("/")
     protocol = url.partition("://")[0]
     safe_name(f"{protocol}:{root}", url, below=True)
@@ -109,16 +111,16 @@ def _stored(url: str, files: Any, root: str) -> dict[str, StoredFile]:
     """The files that a word names as they are now, by their paths, in order; none where there is no
     such data. Raises ValueError."""
     try:
-        table = remote_files.patiently(lambda: _files_of(files, root), pauses(DEADLINE))
+        table = object_stores.patiently(lambda: _files_of(files, root), pauses(DEADLINE))
     except FileNotFoundError:
         return {}
-    except remote_files.StoreFailed as error:
+    except object_stores.StoreFailed as error:
         raise ValueError(f"{url}: cannot be read, {error} [object-store-failed]") from error
     protocol = url.partition("://")[0]
     for path in table:
         safe_name(f"{protocol}:{path}", url, below=True)
     return {
-        path: _file(f"{protocol}://{path}", info["size"], remote_files.version(info))
+        path: _file(f"{protocol}://{path}", info["size"], object_stores.version(info))
         for path, info in sorted(table.items())
     }
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from megatron.data.megatron_order import check_tokenizer
-from megatron.data.object_storage import block_cache, mirror
-from megatron.data.object_storage.block_cache import BlockCache, StoredFile
+from megatron.addons.object_storage import block_cache, mirror
+from megatron.addons.object_storage.block_cache import BlockCache, StoredFile
 from megatron.data.plan_table import Row
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
-from tests.core.data.object_storage.stored import stored_file
+from megatron.addons.object_storage.tests.stored import stored_file
 from tests.core.data.parts.sets import cut_in_parts
 from tests.tools.kills import status_of_killed
 

@@ -6,11 +6,12 @@ import os
 
 from megatron import log
 from megatron.config.data import DataConfig
-from megatron.data.object_storage.block_cache import Counts, block_cache
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.context import Axis
 from megatron.training.hook import Hook
 from megatron.training.result import IterationResult
+
+from .block_cache import Counts, block_cache
 
 
 class StoreReads(Hook):

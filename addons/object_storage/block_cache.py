@@ -42,10 +42,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron import remote_files
 from megatron.checksums import block_sum
 from megatron.data.file_access import alone
 from megatron.small_files import make_directories
+
+from . import object_stores
 
 # What a request brings in about the time that it waits for its first byte: smaller blocks come no
 # sooner, and samples begin anywhere, so larger ones bring more that nobody reads.
@@ -67,7 +68,7 @@ _ACCOUNT = struct.Struct("<qq")
 @dataclass(frozen=True)
 class StoredFile:
     """A file in an object store: its size in bytes, and a `key` that another content does not
-    have; its `version` (`remote_files`)."""
+    have; its `version` (`object_stores`)."""
 
     url: str
     size: int
@@ -434,15 +435,15 @@ class Window:
 def download(stored: StoredFile, start: int, size: int, check: bool = True) -> bytes:
     """Bytes of a file of a store, asked for until DEADLINE seconds have passed. Raises ValueError,
     also where the file is not what it was (unless the caller does not want that `check`)."""
-    files = remote_files.client(stored.url)
+    files = object_stores.client(stored.url)
     path = files._strip_protocol(stored.url)
 
     def is_another() -> bool:
-        return check and remote_files.version_now(files, path, ATTEMPT) != stored.version
+        return check and object_stores.version_now(files, path, ATTEMPT) != stored.version
 
     def read() -> bytes | None:
         try:
-            data = remote_files.read_range(files, path, start, size, ATTEMPT)
+            data = object_stores.read_range(files, path, start, size, ATTEMPT)
         except FileNotFoundError:
             raise
         except Exception:  # every store has errors of its own
@@ -453,10 +454,10 @@ def download(stored: StoredFile, start: int, size: int, check: bool = True) -> b
         return None if is_another() else data
 
     try:
-        data = remote_files.patiently(read, pauses(DEADLINE))
+        data = object_stores.patiently(read, pauses(DEADLINE))
     except FileNotFoundError:
         raise replaced(stored.url) from None
-    except remote_files.StoreFailed as error:
+    except object_stores.StoreFailed as error:
         raise ValueError(f"{stored.url}: cannot be read, {error} [object-store-failed]") from error
     if data is None:
         raise replaced(stored.url)
