@@ -11,9 +11,8 @@ import dataclasses
 import json
 
 from megatron.analysis.log_reader import without_nan
-from tools import inspect_data
 from tools.shared.program import complain
-from tools.shared.run_data import Reading, open_run
+from tools.shared.run_data import Reading, find_document, open_run, show_samples
 
 from .options import DocsOptions
 from .suspects import Suspect, batch_rows, height, neighbours, suspects, usual
@@ -27,14 +26,14 @@ def docs(args: DocsOptions) -> int:
             raise ValueError("--order loss: needs --iteration and a run, whose checkpoints it asks")
         reading = open_run(args.run, args.flags, args.iteration, args.world_size)
         if args.doc is not None:
-            shown = inspect_data.find_document(reading, args.doc, args.prefix)
+            shown = find_document(reading, args.doc, args.prefix)
         else:
             ranked, state = _ranked(reading, args)
     except (ValueError, OSError) as error:
         complain(error)
         return 2
     if args.doc is not None:
-        print(json.dumps(shown)) if args.json else inspect_data.show_samples(shown)
+        print(json.dumps(shown)) if args.json else show_samples(shown)
     elif args.json:
         print(
             json.dumps(without_nan([dataclasses.asdict(suspect) for suspect in ranked]), indent=1)

@@ -23,6 +23,7 @@ from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
 # flags under which each does something in a run; some have programs alone
 USED = {
     "convert": "",
+    "datasets": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
     "megatron_cli": "--log-format aurora",

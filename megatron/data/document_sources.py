@@ -13,7 +13,6 @@ that an answer reads some pages of it whatever its size. PREFIX.json has its che
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -187,7 +186,7 @@ def write(target: str, sources: Trailer, paths: Sequence[str]) -> None:
         file.write(text)
 
 
-class _File:
+class SourcesFile:
     """A PREFIX.sources, mapped. Raises OSError, and ValueError for a damaged one."""
 
     def __init__(self, prefix: str, note: Mapping[str, Any]) -> None:
@@ -274,36 +273,6 @@ class _File:
         return [number for number in numbers if id_of(self.fields(number), keys) == name]
 
 
-def merge(target: str, prefixes: Sequence[str], folder: str) -> bool:
-    """Write the sources of the documents of all these pairs, one pair behind the other; False if
-    some pair has none, or the keys differ. `folder`: for files that are removed again. Raises
-    OSError, and ValueError for a damaged file."""
-    notes = [metadata.note(prefix) or {} for prefix in prefixes]
-    if not all("sources" in note.get(metadata.FILES, {}) for note in notes):
-        return False
-    files = [_File(prefix, note) for prefix, note in zip(prefixes, notes, strict=True)]
-    keys = files[0].trailer.keys
-    if any(file.trailer.keys != keys for file in files):
-        return False
-    inputs: dict[tuple[str, int], int] = {}
-    paths = [f"{folder}/{kind}" for kind in KINDS]
-    with contextlib.ExitStack() as stack:
-        outputs = [stack.enter_context(open(path, "wb")) for path in paths]
-        documents = fields = 0
-        for file in files:
-            numbers = [
-                inputs.setdefault((name, size), len(inputs)) for name, size in file.trailer.files
-            ]
-            for content, output in zip(
-                file.shifted(numbers, documents, fields), outputs, strict=True
-            ):
-                output.write(content)
-            documents += file.count
-            fields += file.fields_size
-    write(target, Trailer(keys, list(inputs)), paths)
-    return True
-
-
 class DocumentSources:
     """The sources of the documents of a pair, or of a set of parts. Raises OSError, and ValueError
     for data without them, damaged ones and a set that is not whole."""
@@ -313,10 +282,11 @@ class DocumentSources:
         if part_set.is_set(prefix):
             plan = part_set.read_plan(prefix)
             self._files = [
-                _File(part, note) for part, note in zip(plan.parts(), plan.records(), strict=True)
+                SourcesFile(part, note)
+                for part, note in zip(plan.parts(), plan.records(), strict=True)
             ]
         else:
-            self._files = [_File(prefix, metadata.note(prefix) or {})]
+            self._files = [SourcesFile(prefix, metadata.note(prefix) or {})]
         self._ends = list(accumulate(file.count for file in self._files))
 
     def __len__(self) -> int:

@@ -24,10 +24,10 @@ from megatron.data.build import (
 from megatron.data.gpt_dataset import GPTDataset, TokenSequences
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.url_names import urls_in_errors
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest, number_needed
 from megatron.data.tokenizers import metadata as provenance
+from megatron.data.url_names import urls_in_errors
 from megatron.small_files import path_inside
 
 EitherDataset = GPTDataset | BlendedDataset

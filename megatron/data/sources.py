@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 
 from megatron.config.data import DataConfig
 from megatron.data.build import Splits, build_mock
-from megatron.data.url_names import urls_in_errors, with_urls
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
+from megatron.data.url_names import urls_in_errors, with_urls
 
 
 class DataSource(Protocol):

@@ -24,8 +24,8 @@ from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.run_directory import ARGS, STATE, newest_with_good_args, vouched_file
 from megatron.config.skip_ranges import may_skip
 from megatron.config.tree import Config
-from megatron.data.url_names import urls_in_errors
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.data.url_names import urls_in_errors
 from megatron.training import memory
 from megatron.training.checkpointing import one_history
 

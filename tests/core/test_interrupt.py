@@ -170,7 +170,7 @@ def test_a_stream_that_was_closed_is_the_null_device(closed):
     assert done.stdout + done.stderr == ""
 
 
-@pytest.mark.parametrize("program", ["pretrain_gpt.py", "tools/merge_datasets.py"])
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "tools/preprocess_data.py"])
 def test_a_python_without_numpy_is_one_line(program, tmp_path):
     """-I -S: no installed packages, as outside of the environment."""
     words = ["-I", "-S", str(ROOT / program), *"--mock-data --vocab-size 9".split()]

@@ -1,5 +1,4 @@
-"""preprocess_data.py --metadata-keys and inspect_data.py source: from a document to its line, and
-from an id to its documents."""
+"""preprocess_data.py --metadata-keys: from an id to its documents."""
 
 import codecs
 import json
@@ -18,8 +17,6 @@ from tests import problems
 from tests.load_tool import exit_code, load_tool
 
 PREPROCESS = load_tool("preprocess_data")
-INSPECT = load_tool("inspect_data")
-MERGE = load_tool("merge_datasets")
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--workers", "1"]
 KEEP = ["--metadata-keys", "id", "url", "licence"]
 # composed and decomposed are two ids; half a surrogate pair is one, too
@@ -86,27 +83,6 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_merge_of_pairs(corpus: Path) -> None:
-    """The same input twice is one input; of a pair without sources nothing is known. A set of parts:
-    test_preprocess_reference."""
-    write_jsonl(corpus / "in")
-    assert preprocess(corpus, "x", *KEEP) == 0
-    out = corpus / "out"
-    alone = f"{out}/x_text_document"
-    once = DocumentSources(alone)
-    twice = ("--input", alone, alone, "--output-prefix", f"{out}/m")
-    assert exit_code(MERGE.main, *twice) == 0
-    merged = DocumentSources(f"{out}/m")
-    assert merged.document(len(once) + 7) == {**once.document(7), "document": len(once) + 7}
-    assert len(merged.with_id("twice")) == 6
-    assert exit_code(INSPECT.main, "check", f"{out}/m") == 0
-    assert preprocess(corpus, "y") == 0
-    mixed = ("--input", alone, f"{out}/y_text_document", "--output-prefix", f"{out}/m")
-    assert exit_code(MERGE.main, *mixed, "--overwrite") == 0
-    assert not os.path.exists(f"{out}/m.sources")
-    assert exit_code(INSPECT.main, "check", f"{out}/m") == 0
-
-
 def test_a_part_without_its_sources_is_made_again(corpus: Path) -> None:
     write_jsonl(corpus / "in")
     before = in_tasks(corpus, "x", 2)
@@ -144,36 +120,6 @@ def test_two_ids_of_one_hash_are_told_apart(corpus: Path, monkeypatch: pytest.Mo
     assert sources.with_id("no") == []
 
 
-def test_the_tool_shows_the_line_and_says_when_the_input_has_changed(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = write_jsonl(corpus / "in")
-    assert preprocess(corpus, "x", *KEEP) == 0
-    prefix = corpus / "out" / "x_text_document"
-    capsys.readouterr()
-    assert exit_code(INSPECT.main, "source", prefix, "--id", "twice", "--json") == 0
-    documents = json.loads(capsys.readouterr().out)["documents"]
-    assert [json.loads(document["record"])["id"] for document in documents] == ["twice"] * 3
-    assert [document["document"] for document in documents] == [10, 70, 130]
-    for odd, code in (("\ud83d", 2), ("\u202e x", 0), ("", 0)):
-        assert exit_code(INSPECT.main, "source", prefix, f"--id={odd}") == code
-    path, offset, line, _ = expected[70]
-    capsys.readouterr()
-    assert exit_code(INSPECT.main, "source", prefix, "--document", 70) == 0
-    shown = capsys.readouterr().out
-    assert path in shown and f"line {line}, bytes {offset} .." in shown and "twice" in shown
-    content = Path(path).read_bytes()
-    for changed in (content.replace(b"twice", b"twins"), content + b"\n", None):
-        Path(path).unlink()
-        if changed is not None:
-            Path(path).write_bytes(changed)
-        assert exit_code(INSPECT.main, "source", prefix, "--document", 70) == 1
-        out, err = capsys.readouterr()
-        assert f"bytes {offset} .." in out and path in err
-        if changed is not None:
-            problems.assert_problem(err.strip(), "source-changed", path)
-
-
 def test_what_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(corpus / "in")
     for flags, code in (
@@ -184,15 +130,6 @@ def test_what_is_refused(corpus: Path, capsys: pytest.CaptureFixture[str]) -> No
         problems.assert_problem(capsys.readouterr().err.strip(), code)
     assert preprocess(corpus, "x", *KEEP, "--metadata-keys", "id", "lincense") == 0
     assert "lincense" in capsys.readouterr().err
-    prefix = corpus / "out" / "x_text_document"
-    for words, exit_with, code in (
-        ((prefix,), 2, "flag-missing"),
-        ((prefix, "--id", "x", "--document", 1), 2, "flag-missing"),
-        ((prefix, "--id", "nobody"), 1, "document-not-found"),
-        ((prefix, "--document", 180), 1, "document-not-found"),
-    ):
-        assert exit_code(INSPECT.main, "source", *words) == exit_with
-        problems.assert_problem(capsys.readouterr().err.strip(), code)
 
 
 def test_no_record_is_larger_than_its_size_in_the_sidecar(

@@ -125,7 +125,7 @@ def test_each_command_has_help_and_judges_what_follows_it(name):
         assert ("--no-" if argv[-1].startswith("--no-") else argv[-2]) in err, (argv, err)
 
 
-@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["tools/merge_datasets.py"]])
+@pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["tools/plot.py"]])
 def test_what_a_program_prints_acts_on_no_terminal(words):
     bad = "--bad-\x1b]0;x\x07\x9b2J\r\nerror: other"
     done = subprocess.run([sys.executable, *words, bad, "1"], cwd=ROOT, capture_output=True)
@@ -197,8 +197,10 @@ def test_the_command_of_an_installation_runs_each_tool_by_its_name(tmp_path):
         listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.MULTILINE) == TOOLS
     )
     assert call("--version").stdout.split()[-1] == VERSION
-    assert call("merge-datasets", "--help").stdout == call("merge_datasets", "--help").stdout != ""
-    assert call("merge_datasets", "--output-prefx", "1").returncode == 2
+    assert (
+        call("train-tokenizer", "--help").stdout == call("train_tokenizer", "--help").stdout != ""
+    )
+    assert call("train_tokenizer", "--output-prefx", "1").returncode == 2
     for words, hint in (
         (["genrate", "x"], "did you mean generate?"),
         (["--hlp"], "did you mean --help?"),

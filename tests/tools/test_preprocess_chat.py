@@ -1,5 +1,4 @@
-"""tools/preprocess_data.py --chat: what it writes of good and bad conversations, and what
-tools/inspect_data.py shows of it."""
+"""tools/preprocess_data.py --chat: what it writes of good and bad conversations."""
 
 import json
 from pathlib import Path
@@ -16,8 +15,6 @@ from tests.problems import assert_reported
 from tests.tools.chat.conversations import CONVERSATIONS, EXPECTED
 
 PREPROCESS = load_tool("preprocess_data")
-INSPECT = load_tool("inspect_data")
-MERGE = load_tool("merge_datasets")
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
 GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
@@ -202,54 +199,3 @@ def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):
     chat = PREPROCESS.replace(job, chat=PREPROCESS.template_for(ByteTokenizer(), "zephyr", None))
     assert plain.keys() == PREPROCESS._job_identity(config, ByteTokenizer(), chat).keys()
     assert plain != PREPROCESS._job_identity(config, ByteTokenizer(), chat)
-
-
-def shown(capsys, *words: object) -> str:
-    assert exit_code(INSPECT.main, "show", *words, *BYTES) == 0
-    return capsys.readouterr().out
-
-
-def test_inspect_data_shows_what_is_trained(tmp_path, capsys):
-    assert run(tmp_path, list(CONVERSATIONS.values())) == 0
-    capsys.readouterr()
-    prefix = tmp_path / "x_chat_document"
-    texts_shown = [
-        text.replace("</s>", "<|endoftext|>").replace("«", "[[").replace("»", "]]")
-        for text in EXPECTED["zephyr"]
-    ]
-    out = shown(capsys, prefix, "--count", 9)
-    lines = "".join(out.splitlines(keepends=True))
-    for text in texts_shown:
-        assert text in lines
-    assert "document 1: " in out and out.count(" trained\n") == 3
-    green = shown(capsys, prefix, "--document", 2, "--color", "always")
-    text = texts_shown[2].replace("[[", "\x1b[32m").replace("]]", "\x1b[0m")
-    assert text in green and "[[" not in green
-    found = json.loads(shown(capsys, prefix, "--document", 2, "--json"))["documents"][0]
-    assert [part["text"] for part in found["parts"] if part["trained"]] == ["a<|endoftext|>"] * 2
-    assert found["trained_tokens"] == 4
-    assert exit_code(INSPECT.main, "show", prefix, "--document", 3, *BYTES) == 1
-    assert "--document 3: " in capsys.readouterr().err
-    assert exit_code(INSPECT.main, "show", prefix, "--document", -1, "--count", 0, *BYTES) == 2
-    assert exit_code(INSPECT.main, "show", prefix) == 2
-
-
-def test_check_and_merge_know_the_loss_mask(tmp_path, capsys):
-    assert run(tmp_path, [GOOD, [GOOD[0], {"role": "assistant", "content": "\0"}]]) == 0
-    prefix = tmp_path / "x_chat_document"
-    capsys.readouterr()
-    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens", "--vocab-size", 257) == 0
-    assert "4 tokens trained" in capsys.readouterr().out
-    assert exit_code(INSPECT.main, "check", prefix, "--vocab-size", 200) == 1
-    merged = tmp_path / "merged"
-    assert exit_code(MERGE.main, "--input", prefix, prefix, "--output-prefix", merged) == 0
-    assert exit_code(INSPECT.main, "check", merged, "--all-tokens") == 0
-    said = json.loads((tmp_path / "x_chat_document.json").read_text())
-    said["trained_tokens"] = 5
-    (tmp_path / "x_chat_document.json").write_text(json.dumps(said))
-    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens") == 1
-    del said["checksum"], said["files"]  # as in a file of another program
-    (tmp_path / "x_chat_document.json").write_text(json.dumps(said))
-    capsys.readouterr()
-    assert exit_code(INSPECT.main, "check", prefix, "--all-tokens") == 1
-    assert "5 tokens" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from megatron.config.run_directory import iteration_directory, iterations, newes
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
-from megatron.data.url_names import with_urls
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset, TokenSpan
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.data.url_names import urls_in_errors, with_urls
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_json
 
@@ -193,3 +193,63 @@ def checkpoint_after(run: str, iteration: int | None) -> Path:
         if iteration is not None and iteration <= number <= int(last.name[5:])
     ]
     return iteration_directory(last.parent, after[0]) if after and last != Path(run) else last
+
+
+def find_document(reading: Reading, document: int, prefix: str | None) -> dict[str, Any]:
+    """Every sample of the run that shows the document, with its iteration."""
+    known = {reading.name_of(path): path for path in reading.dataset.prefixes()}
+    if prefix is None and len(known) == 1:
+        (prefix,) = known
+    if prefix not in known:
+        raise ValueError(
+            f"--prefix {prefix or 'is missing'}: the run reads {', '.join([*known][:20])}; give "
+            "one of them "
+            "[value-not-a-choice]"
+        )
+    with urls_in_errors(reading.config.data):
+        shown = reading.dataset.samples_showing(known[prefix], document)
+    return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
+
+
+def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """(iteration, sample, rank, micro-batch, tokens of the document) in the order of training."""
+    plan = reading.plan
+    samplers = reading.samplers()
+    if isinstance(samplers[0], SequentialSampler):
+        unit = reading.config.training.micro_batch_size if reading.config.data.packed_samples else 1
+        iterations: Iterable[int] = sorted(
+            {
+                plan.batch.iterations_within(sample * unit - reading.shift) + 1
+                for sample in shown
+                if sample * unit >= reading.shift
+            }
+        )
+    else:
+        iterations = range(1, plan.train_iters + 1)
+    for iteration in iterations:
+        if iteration > plan.train_iters:
+            return
+        for sample, rank, micro_batch in reading.batch(iteration, samplers):
+            if sample in shown:
+                yield {
+                    "iteration": iteration,
+                    "sample": sample,
+                    "dp_rank": rank,
+                    "micro_batch": micro_batch,
+                    "tokens": shown[sample],
+                    "skipped": plan.skips.is_skipped(iteration),
+                }
+
+
+def show_samples(report: dict[str, Any]) -> None:
+    """For a reader."""
+    print(
+        f"{report['dataset']} document {report['document']}: in {len(report['shown'])} samples of "
+        "the run"
+    )
+    for sample in report["shown"]:
+        print(
+            f"iteration {sample['iteration']}: {sample['tokens']} tokens in sample "
+            f"{sample['sample']}, rank {sample['dp_rank']}, micro-batch "
+            f"{sample['micro_batch']}{', skipped: not read' if sample['skipped'] else ''}"
+        )

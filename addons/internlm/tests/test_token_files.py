@@ -20,7 +20,6 @@ from megatron.features.registry import RunConfig
 from tests import problems
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.core.data.packed.packed_files import write_pair
-from tests.load_tool import load_tool
 from tests.problems import codes_of
 
 GENERATED = InternlmConfig.adds["dummy_data"]["internlm"].make()
@@ -158,23 +157,6 @@ def test_a_line_of_samples_is_bounded(tmp_path):
     os.truncate(path, 8 << 30)
     with problems.raises(ValueError, "data-file-damaged"):
         JsonlTokens(path).ids(1)
-
-
-def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
-    path = write_lines(tmp_path / "en/a.bin", [[-5, 6], [], [70, 8, 9]])
-    tool = load_tool("inspect_data")
-
-    def check(*words: str, code: int = 0) -> dict:
-        assert tool.main(["check", "--json", path, *words]) == code
-        return json.loads(capsys.readouterr().out)["pairs"][0]
-
-    found = check("--vocab-size", "71")
-    assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
-    assert (found["smallest_id"], found["largest_id"], found["dtype"]) == (-5, 70, "JSON")
-    assert "has 70" in check("--vocab-size", "70", code=1)["problem"]
-    with open(path, "r+b") as file:
-        file.write(b"[")
-    assert "sample 0, at byte 0: is no" in check(code=1)["problem"]
 
 
 @pytest.mark.parametrize("read", [lambda path: _load_meta(str(path), 100), read_config])

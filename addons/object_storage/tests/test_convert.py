@@ -12,8 +12,8 @@ import pytest
 from megatron.addons.convert.stores import remote_folder
 from megatron.addons.convert.tests.llama_files import make_model
 from megatron.addons.object_storage import run_directories
-from megatron.checkpoint.filesystem import Disk
 from megatron.addons.object_storage.tests.s3_server import serving
+from megatron.checkpoint.filesystem import Disk
 from tests.load_tool import load_tool
 from tests.problems import assert_problem
 

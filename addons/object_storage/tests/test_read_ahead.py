@@ -12,9 +12,9 @@ import pytest
 from megatron.addons.object_storage import block_cache, mirror
 from megatron.addons.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
 from megatron.addons.object_storage.read_ahead import ReadAhead
+from megatron.addons.object_storage.tests.stored import stored_file
 from megatron.data.samples import Ahead
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
-from megatron.addons.object_storage.tests.stored import stored_file
 
 BLOCK = 512
 PAGE = block_cache.PAGE

@@ -9,18 +9,17 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from megatron.addons.object_storage import object_stores
-from megatron.addons.object_storage import run_directories
+from megatron.addons.object_storage import object_stores, run_directories
+from megatron.addons.object_storage.run_directories import Remote
+from megatron.addons.object_storage.tests.s3_server import serving
 from megatron.checkpoint import reading, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.addons.object_storage.run_directories import Remote
 from megatron.checkpoint.state import RunState
 from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.history import History
 from megatron.training.checkpointing import one_history
 from tests import problems
-from megatron.addons.object_storage.tests.s3_server import serving
 from tests.runs import SMALL, same_tensors, train, write_text
 
 BASE = [

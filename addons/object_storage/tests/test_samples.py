@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.megatron_order import check_tokenizer
 from megatron.addons.object_storage import block_cache, mirror
 from megatron.addons.object_storage.block_cache import BlockCache, StoredFile
+from megatron.addons.object_storage.tests.stored import stored_file
+from megatron.data.megatron_order import check_tokenizer
 from megatron.data.plan_table import Row
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
-from megatron.addons.object_storage.tests.stored import stored_file
 from tests.core.data.parts.sets import cut_in_parts
 from tests.tools.kills import status_of_killed
 

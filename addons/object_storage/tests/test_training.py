@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron.addons.object_storage import block_cache, mirror
+from megatron.addons.object_storage.tests.s3_proxy import CUT, FAIL, HANG, SHORT, Proxy, proxy
 from megatron.addons.object_storage.tests.s3_server import serving
 from tests.core.data.corpora import write_corpus
-from megatron.addons.object_storage.tests.s3_proxy import CUT, FAIL, HANG, SHORT, Proxy, proxy
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, allow_workers, train, with_flags
 

@@ -131,7 +131,7 @@ def test_made_up_data(capsys):
 
 def test_no_torch_is_loaded(texts):
     code = (
-        "import sys; sys.argv[0] = 'x'; sys.path.insert(0, 'tools'); import inspect_data; "
+        "import sys; sys.argv[0] = 'x'; from megatron.addons.datasets import inspect_data; "
         "assert inspect_data.main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
     )
     for words in (["at", "--iteration", "3"], ["find", "--document", "3"]):

@@ -1,4 +1,4 @@
-"""tools/inspect_data.py at: what it says of an iteration is what the ledger of the run has."""
+"""tools/inspect_data.py of what other add-ons have: ledgers, object stores, files of InternLM."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import time
 import numpy as np
 import pytest
 
+from megatron.addons.datasets.tests.test_inspect_data import flags, refused
+from megatron.addons.datasets.tests.test_inspect_data import texts as pairs  # noqa: F401
+from megatron.addons.internlm.tests.lines import write_lines
 from megatron.addons.ops.data_ledger.writer import Ledger
 from megatron.data.ledger import read_ledger
 from tests.core.data.packed.packed_files import write_file
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
+from tests.problems import assert_reported
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 TOOL = load_tool("inspect_data")
@@ -155,3 +159,43 @@ def test_a_ledger_that_differs_is_said(texts, tmp_path, capsys):
     }
     assert TOOL.main([*at, "3", "--", *words]) == 1
     assert "differs: 8 samples from 16 on, hash 0000000000000005" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--data-order", "epoch"]])
+def test_data_in_an_object_store_have_their_url(pairs, tmp_path, capsys, more):  # noqa: F811
+    a, b = pairs
+    url = f"file://{b}"
+    cache = ("--object-storage-cache-path", str(tmp_path / "cache"))
+    local = flags("--data-path", "1", a, "3", b, *more)
+    stored = flags("--data-path", "1", f"file://{a}", "3", url, *cache, *more)
+    at = ("at", "--iteration", "2", "--")
+    found, expected = ask(capsys, *at, *stored), ask(capsys, *at, *local)
+    pieces = [piece for row in found["batch"] for piece in row["pieces"]]
+    assert {piece["dataset"] for piece in pieces} == {f"file://{a}", url}
+    assert json.loads(json.dumps(found).replace("file://", "")) == expected
+    document = next(piece["document"] for piece in pieces if piece["dataset"] == url)
+    find = ("find", "--document", str(document), "--prefix")
+    found = ask(capsys, *find, url, "--", *stored)
+    expected = ask(capsys, *find, b, "--", *local)
+    assert found == expected | {"dataset": url} and found["shown"]
+    assert_reported(
+        refused(capsys, "find", "--document", "999", "--prefix", url, "--", *stored),
+        "value-out-of-range",
+        url,
+    )
+
+
+def test_files_of_internlm_are_checked_line_by_line(tmp_path, capsys):
+    path = write_lines(tmp_path / "en/a.bin", [[-5, 6], [], [70, 8, 9]])
+
+    def check(*words: str, code: int = 0) -> dict:
+        assert TOOL.main(["check", "--json", path, *words]) == code
+        return json.loads(capsys.readouterr().out)["pairs"][0]
+
+    found = check("--vocab-size", "71")
+    assert (found["documents"], found["tokens"], found["empty_documents"]) == (3, 5, 1)
+    assert (found["smallest_id"], found["largest_id"], found["dtype"]) == (-5, 70, "JSON")
+    assert "has 70" in check("--vocab-size", "70", code=1)["problem"]
+    with open(path, "r+b") as file:
+        file.write(b"[")
+    assert "sample 0, at byte 0: is no" in check(code=1)["problem"]
