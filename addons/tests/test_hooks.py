@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 from megatron.training import hooks
 from megatron.training.feature import Loop, features_of
-from megatron.training.hook import Hook, placed
+from megatron.training.hook import Hook
+from megatron.training.hooks import placed
 from tests.core.training.tiny_run import make_run
 from tests.forkrun import ROOT
 

@@ -25,10 +25,9 @@ from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
-from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.context import Axis
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress, Run
-from megatron.training.step_counter import StepCounter
 
 if TYPE_CHECKING:
     from megatron.data.script_datasets import DatasetsProvider
@@ -199,18 +198,6 @@ def _sampler(
 
         return CyclicSampler(len(dataset), *share, data.data_sharding)
     return SequentialSampler(len(dataset), *share)
-
-
-def subset_counters(
-    config: Config, train: Dataset | None, ctx: ParallelContext
-) -> list[StepCounter]:
-    """What counts the subsets of the training data, with --packed-samples and --log-subsets."""
-    packed = config.data.packed_samples
-    if train is None or not config.counts_subsets:
-        return []
-    from megatron.training.logging.subset_metrics import SubsetMetrics
-
-    return [SubsetMetrics(subset_names(train), ctx, config.logging.log_accuracy, packed)]
 
 
 def check_data_order(run: Run, order: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from megatron.training.result import IterationResult, Requests
 
@@ -18,7 +18,7 @@ class Hook:
     when the hook is made, written in `before_save`. That of a feature that is not here stays.
 
     `before` and `after` are the names of hooks that it must precede or follow, if they are there;
-    `placed` says where it stands then.
+    `hooks.placed` says where it stands then.
     """
 
     before: tuple[str, ...] = ()
@@ -67,35 +67,3 @@ class Hook:
     def intervals(self) -> Sequence[int | None]:
         """While iterations are skipped, the loop also stops at multiples of these."""
         return ()
-
-
-def placed(hooks: Sequence[Hook], added: Iterable[Hook]) -> list[Hook]:
-    """`hooks` with each of `added` among them: right before the first that it must precede, or
-    last. Raises ValueError where that is not possible."""
-    order = list(hooks)
-    waiting = list(added)
-    while waiting:
-        # one that names none that waits, too
-        kinds = {type(h).__name__ for h in waiting}
-        hook = next((h for h in waiting if kinds.isdisjoint(h.before + h.after)), waiting[0])
-        waiting.remove(hook)
-        name = type(hook).__name__
-        names = [type(h).__name__ for h in order]
-        end = len(order)
-        precede = [
-            index
-            for index in range(end)
-            if names[index] in hook.before or name in order[index].after
-        ]
-        follow = [
-            index
-            for index in range(end)
-            if names[index] in hook.after or name in order[index].before
-        ]
-        index = min(precede, default=end)
-        if follow and follow[-1] >= index:
-            raise ValueError(
-                f"{name} cannot be before {names[index]} and after {names[follow[-1]]}"
-            )
-        order.insert(index, hook)
-    return order

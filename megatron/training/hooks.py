@@ -4,7 +4,7 @@ runs need is loaded here. Those of features say their places themselves."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron import object_stores
 from megatron.config.training import TrainingConfig
@@ -41,7 +41,7 @@ def build_hooks(
 
         hooks.append(WeightComparison(run))
     if run.plan.own_model:
-        from megatron.training.script_model import OwnModelChecks
+        from megatron.training.weight_check import OwnModelChecks
 
         hooks.append(OwnModelChecks(run))
     if config.data.object_storage_cache_path:
@@ -57,6 +57,38 @@ def build_hooks(
     if config.training.manual_gc:
         hooks.append(GarbageCollection(config.training))
     return hooks
+
+
+def placed(hooks: Sequence[Hook], added: Iterable[Hook]) -> list[Hook]:
+    """`hooks` with each of `added` among them: right before the first that it must precede, or
+    last. Raises ValueError where that is not possible."""
+    order = list(hooks)
+    waiting = list(added)
+    while waiting:
+        # one that names none that waits, too
+        kinds = {type(h).__name__ for h in waiting}
+        hook = next((h for h in waiting if kinds.isdisjoint(h.before + h.after)), waiting[0])
+        waiting.remove(hook)
+        name = type(hook).__name__
+        names = [type(h).__name__ for h in order]
+        end = len(order)
+        precede = [
+            index
+            for index in range(end)
+            if names[index] in hook.before or name in order[index].after
+        ]
+        follow = [
+            index
+            for index in range(end)
+            if names[index] in hook.after or name in order[index].before
+        ]
+        index = min(precede, default=end)
+        if follow and follow[-1] >= index:
+            raise ValueError(
+                f"{name} cannot be before {names[index]} and after {names[follow[-1]]}"
+            )
+        order.insert(index, hook)
+    return order
 
 
 class IterationLog(Hook):

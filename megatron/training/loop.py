@@ -8,13 +8,14 @@ from dataclasses import replace
 
 from megatron import log
 from megatron.data.samples import Samples, ahead_of
+from megatron.data.subsets import subset_names
 from megatron.training.agreement import Agreement
 from megatron.training.batch import MicroBatch, load_samples, training_samples
-from megatron.training.build_data import Data, subset_counters
+from megatron.training.build_data import Data
 from megatron.training.evaluation import Evaluation
 from megatron.training.feature import Loop, features_of
-from megatron.training.hook import Hook, placed
-from megatron.training.hooks import build_hooks
+from megatron.training.hook import Hook
+from megatron.training.hooks import build_hooks, placed
 from megatron.training.launch.signals import Refusal
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.result import Requests
@@ -44,7 +45,12 @@ class Trainer:
         self.lines = lines
         if run.config.training.exit_signal_handler:
             run.services.signals.remember_requests()
-        run.counters += subset_counters(run.config, data.train, run.runtime.ctx)
+        if run.config.counts_subsets and data.train is not None:
+            from megatron.training.logging.subset_metrics import SubsetMetrics
+
+            names = subset_names(data.train)
+            accuracy, packed = run.config.logging.log_accuracy, run.config.data.packed_samples
+            run.counters.append(SubsetMetrics(names, run.runtime.ctx, accuracy, packed))
         # evaluation and saving are hooks too, and call the others
         self.hooks: list[Hook] = []
         self.agreement = Agreement(run, started, self.hooks)

@@ -1,4 +1,5 @@
-"""Whether all data-parallel ranks hold the same weights (memory or a processor may be faulty)."""
+"""Hooks that end a run whose weights are wrong: data-parallel ranks differ (memory or a processor
+may be faulty), or a model of a script's own breaks what training takes for granted."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
-from megatron.parallel.collectives import gather_objects
+from megatron.parallel.collectives import all_reduce, gather_objects
 from megatron.parallel.context import Axis
-from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sharding import GIVEN, sharding_of
 from megatron.training.hook import Hook
 from megatron.training.launch.process import this_process
 from megatron.training.result import IterationResult
@@ -84,3 +86,54 @@ class WeightComparison(Hook):
     def after_step(self, result: IterationResult) -> None:
         if result.iteration % self._interval == 0:
             compare_weights(self._run, result.iteration)
+
+
+class OwnModelChecks(Hook):
+    """What training a model of a script's own takes for granted: that its buffers are constants,
+    which a resume makes anew, and, after the first step, that tensor-parallel ranks which hold the
+    same parameter have the same gradient of it."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        self._first = True
+        self._buffers = self._versions()
+
+    def _versions(self) -> list[tuple[str, int, int]]:
+        """Of each persistent buffer what changes when it is written or replaced."""
+        state = self._run.model[0].state_dict(keep_vars=True)
+        return [
+            (name, id(value), value._version)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+        ]
+
+    def after_step(self, result: IterationResult) -> None:
+        changed = set(self._versions()) ^ set(self._buffers)
+        if changed:
+            raise ValueError(
+                f"model_provider: buffer {min(changed)[0]} of {self._run.plan.own_model} has "
+                "changed in a step, and checkpoints keep parameters alone; make it one with "
+                "requires_grad=False, or register it with persistent=False if it may be made anew "
+                "[model-buffer-changed]"
+            )
+        if self._first and self._run.runtime.ctx.tp.size > 1:
+            self._check_gradients()
+        self._first = False
+
+    def _check_gradients(self) -> None:
+        tp = self._run.runtime.ctx.tp
+        for p in self._run.buffers.params:
+            if p.sharding.init != GIVEN:
+                continue
+            own = p.main_grad.double()
+            mean = all_reduce(own, tp) / tp.size
+            apart = torch.stack([(own - mean).norm(), mean.norm()])
+            most, norm = all_reduce(apart, tp, "max").tolist()
+            if most > 1e-2 * norm:
+                raise ValueError(
+                    f"model_provider: the gradient of {p.sharding.name} differs between "
+                    "tensor-parallel ranks, which all hold it: it is used where the tensor is "
+                    "split. With --sequence-parallel mark it with sequence_parallel = True, and "
+                    "its gradient is summed; inside a split layer use none "
+                    "[replicated-gradient]"
+                )

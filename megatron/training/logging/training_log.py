@@ -14,8 +14,7 @@ from megatron.timers import Timers
 from megatron.training.launch.initialize import Runtime
 from megatron.training.logging import flops
 from megatron.training.logging.iteration import Interval, LogFormat, ResultWriter
-from megatron.training.logging.short_format import perplexity
-from megatron.training.logging.short_log import ShortLog
+from megatron.training.logging.short_format import ShortLog, perplexity
 from megatron.training.result import IterationResult
 
 

@@ -6,7 +6,8 @@ import inspect
 import pytest
 
 from megatron.training import loop
-from megatron.training.hook import Hook, placed
+from megatron.training.hook import Hook
+from megatron.training.hooks import placed
 from tests.runs import SMALL, train, write_text
 
 POINTS = [name for name, _ in inspect.getmembers(Hook, inspect.isfunction)]

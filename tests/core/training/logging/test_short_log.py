@@ -11,7 +11,7 @@ from megatron.arguments import config_from
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.training.logging.iteration import Interval
-from megatron.training.logging.short_log import REFRESH, ShortLog
+from megatron.training.logging.short_format import REFRESH, ShortLog
 from megatron.training.result import IterationResult
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8}
