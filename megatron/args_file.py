@@ -1,7 +1,5 @@
 """@FILE: words of a command line in a file, with the shell's quoting and # comments."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

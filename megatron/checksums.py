@@ -9,8 +9,6 @@ cancel; and as it is not a multiple of a page or sector, moved pages fall into o
 under two rows have their plain CRC-32.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The text of --help, and what was probably meant by a flag or a number that cannot be read."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

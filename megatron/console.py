@@ -2,8 +2,6 @@
 pretrain_gpt.py and the programs of tools/ as scripts, from an installation or from a clone, in
 any directory."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import runpy

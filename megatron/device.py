@@ -1,8 +1,6 @@
 """Devices: CUDA, XPU or CPU, with their backend, memory, synchronization and determinism. The
 only file that names torch.cuda or torch.xpu."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -3,8 +3,6 @@
 codes.txt, and that of each feature and add-on, has a line for each: code, meaning, what to do.
 """
 
-from __future__ import annotations
-
 import difflib
 import sys
 import textwrap

@@ -2,8 +2,6 @@
 control groups (v1 and v2, every level that shows), its affinity and its SLURM job. Needs no torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -13,8 +13,6 @@ A program installs the handler before its slow imports and runs its main functio
         sys.exit(interrupt.run(main, sys.argv[1:]))
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

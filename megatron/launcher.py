@@ -4,8 +4,6 @@ Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, an
 file reads their variables. Nothing here needs torch or opens a connection.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

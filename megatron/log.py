@@ -1,7 +1,5 @@
 """Log lines of rank 0, of the last rank, and warnings that are printed once."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

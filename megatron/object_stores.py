@@ -1,8 +1,6 @@
 """Object stores (s3://bucket/path): the door to the add-on that has them, the folder with an
 object_stores.py. Flags, their rules and the names of what is stored are the core's."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

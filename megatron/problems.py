@@ -1,7 +1,5 @@
 """The error of a command line that cannot be run, and text from outside as it may be printed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@ is read, and JSON cannot end the process by its depth or the size of its numbers
 that others give: none leads out of its folder.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -6,8 +6,6 @@ the next one starts at once: a third of a small training step. Where more thread
 free cores, a thread that spins takes the core from one that works; there they sleep at once.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, MutableMapping

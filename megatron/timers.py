@@ -1,7 +1,5 @@
 """Named spans of this rank, in seconds; training/ reduces them over ranks and prints them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

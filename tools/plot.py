@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Plot loss, gradient norm, tokens/s and learning rate of one or several runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -2,8 +2,6 @@
 """Tokenize text files into the .bin/.idx pairs that training reads. Flags and output names are
 Megatron's."""
 
-from __future__ import annotations
-
 import os
 import sys
 

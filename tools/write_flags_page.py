@@ -6,8 +6,6 @@ Run it after a flag changed; tests/house/test_flags.py fails while the page and 
 differ.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """--dry-run: the plan, what would be read of which data set, the kernels, and what features add."""
 
-from __future__ import annotations
-
 from megatron import launcher, log
 from megatron.config.checks.rules import WOULD_STOP
 from megatron.config.command_line import CommandLine, refuse

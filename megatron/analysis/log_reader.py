@@ -4,8 +4,6 @@ metrics files, one for points that a feature wrote.
 A log may hold other text between its lines and inside them, and several runs one after the other.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping

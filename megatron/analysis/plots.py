@@ -1,7 +1,5 @@
 """Curves of runs as a picture. The only importer of matplotlib."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from types import ModuleType

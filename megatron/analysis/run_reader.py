@@ -1,7 +1,5 @@
 """Reads a run from its directory, or from its log or metrics file, or what features wrote of it."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plots curves of runs as text, for a terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

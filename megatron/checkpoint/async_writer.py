@@ -6,8 +6,6 @@ copy of all that the rank saves), has one save in hand at most, and ends with it
 and directories, not what a run is made of.
 """
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

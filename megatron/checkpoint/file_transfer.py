@@ -1,7 +1,5 @@
 """Files of one rank written by another: point to point, in pieces, over gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

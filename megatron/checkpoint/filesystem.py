@@ -5,8 +5,6 @@ or kill any single step by overriding `Disk.step`, or record the steps by overri
 themselves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """A background process forked from a rank, controlled over a pipe, and ended with it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

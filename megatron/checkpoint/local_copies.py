@@ -7,8 +7,6 @@ parts of all ranks are on their disks, and forgets them when the run continues f
 iteration, so what a killed, fenced or abandoned attempt wrote is never loaded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass, replace

@@ -6,8 +6,6 @@ heartbeat is old by the clock of the file system (another machine), is dead: the
 `.lock.N+1`, which only one can, and removes the dead one's. Whoever wakes up after that finds its
 file missing, or a higher one, when it asks before a commit (`Lock.check`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

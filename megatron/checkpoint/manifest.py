@@ -5,8 +5,6 @@ It is JSON whose first line holds the CRC-32 of the whole text (taken with eight
 place), so that a damaged manifest is noticed however it is damaged.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Finds the checkpoint that a path means, and reads all of it but the tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ slots of snapshots.
 A slot is a run directory with one checkpoint: a new snapshot goes into the slot of the older one,
 so there is always a complete one in addition to the one being written, and never more than two."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ every tensor is aligned to its element size.
 Tensors are summed by blocks (checksums.py) on a few threads while others write.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

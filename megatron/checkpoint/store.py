@@ -6,8 +6,6 @@ no tensors' meaning and no process group: several ranks are brought together by 
 of the caller.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence

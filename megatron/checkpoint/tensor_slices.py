@@ -3,8 +3,6 @@
 A box is one (start, stop) pair per dim; the box of a 0-dim tensor is () and holds one element.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from math import prod
 

@@ -1,8 +1,6 @@
 """Compares two configurations: whether they describe the same trained model, with whichever
 flags."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Flags of saving and loading checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """--use-checkpoint-args: architecture and tokenizer from the arguments saved with a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import typing
 from collections.abc import Iterator, Mapping

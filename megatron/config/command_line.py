@@ -4,8 +4,6 @@ Everything wrong with a command line is reported together, in well under a secon
 large is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import shlex

@@ -5,8 +5,6 @@ Adam's learning rate and epsilon / m, logits are divided by m, and attention sco
 width instead of its root.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The flags are those of the model's own configuration; the parameters are its publisher's count.
 """
 
-from __future__ import annotations
-
 import difflib
 import shlex
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Flags of the profiler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.arguments import Needs, arg

@@ -1,7 +1,5 @@
 """Rotary positions of a layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """A run directory as its readers see it, without torch: its checkpoints, what its tracker names,
 what led to what, and the files of a checkpoint for which its manifest vouches."""
 
-from __future__ import annotations
-
 import errno
 import re
 import zlib

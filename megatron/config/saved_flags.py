@@ -5,8 +5,6 @@ comment, the values of all but the script's.
 A later release may have other defaults or lack a flag: the values say what the checkpoint is.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Iterations that the flags --train-range-to-skip and --iterations-to-skip say are skipped. What is
 wrong with them: docs/skipping.md."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """All groups of the command line in one frozen tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Protocol, runtime_checkable

@@ -2,8 +2,6 @@
 each epoch.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron.data.sampler import Sampler

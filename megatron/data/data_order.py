@@ -2,8 +2,6 @@
 records.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.data.sample_lookup import Dataset

@@ -11,8 +11,6 @@ The id of a document is the first of `keys`. All integers are little-endian. The
 that an answer reads some pages of it whatever its size. PREFIX.json has its checksum.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

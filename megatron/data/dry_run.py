@@ -2,8 +2,6 @@
 For the checks before torch is imported, and for --dry-run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 

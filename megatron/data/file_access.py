@@ -2,8 +2,6 @@
 file and remedy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -7,8 +7,6 @@ the wanted one to the letter and its arrays have the checksums that follow the d
 pickle is read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -5,8 +5,6 @@ same results.
 run time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

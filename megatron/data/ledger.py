@@ -5,8 +5,6 @@ Record n is at byte 32 n and the header at byte 0, so that a repeated iteration 
 two ledgers can be compared with `cmp`, and iterations that nobody recorded are holes of zeros.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

@@ -1,7 +1,5 @@
 """Builds the data sets of `--data-order megatron`: .bin/.idx pairs and blends of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

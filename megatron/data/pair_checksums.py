@@ -2,8 +2,6 @@
 when its index is read for training, and of both files by `inspect_data.py check`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """The table of what a run will read: documents, tokens, samples, share and epochs per data set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

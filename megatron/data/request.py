@@ -1,7 +1,5 @@
 """What a run requests of its data, whichever source they come from."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """Where in its files a sample is stored: what every data set reports about its samples, and the
 parts of it that the data sets share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard

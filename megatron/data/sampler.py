@@ -2,8 +2,6 @@
 consumed so far.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a
 ledger, hashed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import NamedTuple

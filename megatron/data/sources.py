@@ -1,8 +1,6 @@
 """The sources of samples and which flags choose them. A new source is a class in a file of its own
 and a row of SOURCES."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Which data set of a mix a sample is of, and what the data sets are called in logs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

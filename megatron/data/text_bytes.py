@@ -5,8 +5,6 @@ those of the whole data set as tools/preprocess_data.py counted them: all tokens
 tokens included, and the UTF-8 bytes of the texts, to which end-of-document tokens add nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

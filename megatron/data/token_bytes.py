@@ -1,7 +1,5 @@
 """The bytes of a .bin, on a disk or in an object store: opened here, whoever reads them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """What is in an object store is called by its URL, and not by the path that stands for it here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The features of this folder. registry.py has those of add-ons, too, which few runs use."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Every feature, those of add-ons too: the classes derived from `Feature` in all feature.py. To add
 one, write megatron/features/NAME/feature.py or addons/NAME/feature.py; to delete it, its folder."""
 
-from __future__ import annotations
-
 from megatron import addons
 from megatron.config.tree import with_features
 from megatron.features.own import OWN, features_in

@@ -1,8 +1,6 @@
 """The model with a cache of keys and values: each token is computed once, and logits are computed
 of the last position only."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

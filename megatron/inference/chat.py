@@ -1,7 +1,5 @@
 """From messages to the prompt that a model answers, and where its answer ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

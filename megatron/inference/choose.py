@@ -1,7 +1,5 @@
 """The next token of a sequence from its logits, and log-probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

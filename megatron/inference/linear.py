@@ -2,8 +2,6 @@
 CPU, torch's otherwise. Their weights may be stored in 16 bits while x and y are fp32. Forward
 only."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Loads a trained model and its tokenizer from a checkpoint directory."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """How the next token is chosen, and what is wrong with such settings. Imports no torch: tools check
 them before it loads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

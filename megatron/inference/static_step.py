@@ -1,8 +1,6 @@
 """A decoding step of fixed shapes, which a CUDA graph holds: the host starts it with one call
 instead of one for each kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,8 +1,6 @@
 """From new tokens to text: whole characters as they are complete, and the end at a stop string.
 Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 CONTEXT = 8  # tokens of the prompt that decide how the first new one is written (spaces)

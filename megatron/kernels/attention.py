@@ -1,7 +1,5 @@
 """Causal attention of local heads: the list of implementations, and torch's own among them."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention of a block of queries to a block of keys, by rows of queries on local tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

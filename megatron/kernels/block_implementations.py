@@ -1,7 +1,5 @@
 """The implementations of a block of ring attention: torch's flash kernel, and rows of queries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Cross entropy of logits, row chunk by row chunk."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The implementations of an operation as rows of a list: what each takes, and which one runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar

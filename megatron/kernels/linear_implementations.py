@@ -1,8 +1,6 @@
 """The implementations of linear layers: Transformer Engine's modules, FP8 GEMMs, and GEMMs in the
 parameter dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

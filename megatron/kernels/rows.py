@@ -1,8 +1,6 @@
 """What operations on rows (norms, activations, rotary positions, loss, dropout) ask for, and what
 C++, Triton, row blocks and torch can compute of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self

@@ -6,8 +6,6 @@ sinks, times the share that is left. Backward of such a kernel takes result and 
 own forward; given those with sinks it computes the gradients with sinks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Sums of weight gradients: a product of matrices added to what is there, by the list of its
 implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple, TypeGuard

@@ -1,7 +1,5 @@
 """--torch-compile: each transformer layer is a graph, but for what a graph cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token and position embeddings, and the tables of rotary angles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """One transformer layer, and the layers of one pipeline stage with activation recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

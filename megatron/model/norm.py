@@ -1,7 +1,5 @@
 """Norms of layers, of query and key heads, and the final norm."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

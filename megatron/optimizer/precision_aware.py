@@ -7,8 +7,6 @@ underflow in it. There the second moment is stored as its square root, and both 
 overflows, and numbers down to 2e-9 keep fp16's full precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ softmax(scores) v over all keys is an average of the same over blocks of keys, w
 of exponentials of each block, whose logarithms (`lse`) are returned with the parts (Dao et al.
 2022, Liu et al. 2023)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

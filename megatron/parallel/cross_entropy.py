@@ -1,8 +1,6 @@
 """Cross entropy of logits that are split over the vocabulary (--tensor-model-parallel-size above
 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Data parallelism: flat buffers of gradients (and, sharded, of parameters), reduced and
 gathered by bucket."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

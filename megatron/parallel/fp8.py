@@ -6,8 +6,6 @@ the steps before; all micro-batches of a step have the same scales, whatever the
 recompute sees again changes no maximum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 

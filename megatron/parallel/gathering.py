@@ -1,8 +1,6 @@
 """Weights that the ranks of a sharded optimizer have updated, gathered bucket by bucket, and what
 waits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

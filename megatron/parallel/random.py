@@ -4,8 +4,6 @@ A mask is a pure function of where it is used, so recompute, skipped ranges, rew
 another layout have nothing to save and nothing to restore.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar

@@ -1,8 +1,6 @@
 """Sums of gradients over the ranks that saw other tokens, bucket by bucket, behind the backward
 pass or after it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

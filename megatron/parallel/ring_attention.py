@@ -6,8 +6,6 @@ Attention") or gathered, and the results are combined by their log-sum-exp. Insi
 rank gets from each other one, directly, the rows that its queries see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

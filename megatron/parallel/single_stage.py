@@ -1,7 +1,5 @@
 """Forward and backward of micro-batches on a rank that holds the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

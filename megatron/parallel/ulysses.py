@@ -1,8 +1,6 @@
 """Attention by heads: context-parallel ranks exchange their positions of all heads for all
 positions of some heads, and back (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron.parallel.collectives import all_to_all

@@ -1,8 +1,6 @@
 """Makes the communicators of a run before its first step: NCCL makes each at its first collective
 or message, which takes seconds, and a rank that does not come would be a time-out of that step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@ ring. K and V of a rank travel in two parts, so that one part on its way and one
 than one rank's K and V. Inside a window a rank gets the rows that it sees and no others.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

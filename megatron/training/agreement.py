@@ -1,7 +1,5 @@
 """What the ranks agree on in each iteration: the requests of all ranks, counted."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from signal import Signals

@@ -1,8 +1,6 @@
 """The run of this process, as far as it has begun, for what a script of one's own asks of it
 (`script_args`): nothing is made of it before a script has loaded that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

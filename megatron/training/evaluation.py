@@ -1,7 +1,5 @@
 """Runs validations and the test: on which samples, when, and what is printed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """What a feature does at fixed points of the training loop. Those of the core: hooks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from megatron.training.result import IterationResult, Requests

@@ -1,8 +1,6 @@
 """The hooks of the core, in their order, and those that need no file of their own. What only some
 runs need is loaded here. Those of features say their places themselves."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """The training loop: iterate, log, evaluate, save, exit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Profiles of some iterations: a trace of torch.profiler, or a range for an outside profiler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

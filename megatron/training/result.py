@@ -1,7 +1,5 @@
 """What an iteration did, and what the ranks request after it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ the GPT of the flags (`Plan.own_model`) is trained in any data-parallel layout; 
 follows from the flags of the model alone refuses it or counts its parameters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import operator

@@ -1,7 +1,5 @@
 """The sums of one step: losses, tokens and counts, first over micro-batches, then over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """A data set of the Hugging Face hub as JSON Lines: hf://ORG/NAME, streamed by the library
 `datasets`, where that is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

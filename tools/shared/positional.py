@@ -1,7 +1,5 @@
 """Command lines with values that stand without a flag, and with words after `--`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ Flags are declared as fields (megatron/arguments.py). Imports no torch and no nu
 is immediate.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

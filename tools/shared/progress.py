@@ -1,7 +1,5 @@
 """Progress of long work on stderr: percent, rate and ETA by elapsed time."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A program of a feature or an add-on: a file of tools/ starts its module, or says that there is no
 such folder."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

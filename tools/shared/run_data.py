@@ -1,8 +1,6 @@
 """The training data of a run, opened from its directory or its flags: samples, their order, who
 reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The options of programs that read the data of a run: its directory, or its flags."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.arguments import arg

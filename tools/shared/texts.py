@@ -1,7 +1,5 @@
 """The texts of a program's input files, record by record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

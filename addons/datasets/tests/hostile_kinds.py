@@ -1,7 +1,5 @@
 """Pairs that tools/inspect_data.py checks, damaged by tests/campaigns/hostile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

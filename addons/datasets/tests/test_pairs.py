@@ -2,8 +2,6 @@
 mask, and random corpora."""
 
 # ruff: noqa: F811 (fixtures)
-from __future__ import annotations
-
 import json
 import os
 import random

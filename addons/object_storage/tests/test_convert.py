@@ -1,8 +1,6 @@
 """tools/convert_checkpoint.py hf-import from an object store by ranges, and hf-export to one shard by
 shard: fsspec's store in memory, and S3."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

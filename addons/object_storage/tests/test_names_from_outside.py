@@ -1,7 +1,5 @@
 """Names in object stores that become paths: tests/hostile_names.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

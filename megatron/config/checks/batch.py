@@ -1,7 +1,5 @@
 """Rules of batch sizes on a number of ranks."""
 
-from __future__ import annotations
-
 import math
 
 from megatron.config.checks.facts import Facts

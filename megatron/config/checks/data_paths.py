@@ -1,8 +1,6 @@
 """Rules about the files of data that flags name: blends, and which pairs are missing on this
 machine. Reads no content but lists of paths."""
 
-from __future__ import annotations
-
 import difflib
 import glob
 import json

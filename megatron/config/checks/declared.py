@@ -1,7 +1,5 @@
 """What the declaration of each flag says, as rules: it must be given, its range, what it needs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A command line as the rules see it: values, typed flags and those out of range."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules of --fp8-format and the flags that go with it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts

@@ -1,7 +1,5 @@
 """Rules of the choices between kernels that follow from the command line alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts

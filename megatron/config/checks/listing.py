@@ -1,7 +1,5 @@
 """What rules about files read: the names in a directory, the lines of a text."""
 
-from __future__ import annotations
-
 import os
 
 from megatron.small_files import read_text

@@ -1,7 +1,5 @@
 """Rules of --non-persistent-ckpt-type local and --replication."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron import launcher

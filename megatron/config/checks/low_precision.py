@@ -1,7 +1,5 @@
 """Rules of gradients and Adam moments in 16 bits, as in Megatron unless noted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts

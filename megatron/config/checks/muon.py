@@ -1,7 +1,5 @@
 """Rules of Muon."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks.facts import Facts

@@ -1,7 +1,5 @@
 """Rules of --packed-samples: what has no meaning with it, and which folders it can read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 

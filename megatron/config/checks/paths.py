@@ -2,8 +2,6 @@
 machine. Reads no content but lists of paths.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -5,8 +5,6 @@ Megatron-LM's, and this suite's own where Megatron would build something else th
 what was requested. Files: `checks/paths.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol, runtime_checkable
 

@@ -1,7 +1,5 @@
 """Rules of the length of a run, its batch size, learning rate and weight decay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks import batch as check_batch

@@ -1,7 +1,5 @@
 """Rules of saving, profiling and skipped iterations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megatron.config.checks.batch import schedule_of

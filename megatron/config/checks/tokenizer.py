@@ -1,7 +1,5 @@
 """Rules of the tokenizer's flags, of training and of tools/preprocess_data.py."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

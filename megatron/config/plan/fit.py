@@ -1,7 +1,5 @@
 """What the fullest rank of a run holds by the plan, and whether that fits. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """What the checkpoints of a run take: bytes on the disk of --save, and of host memory while one is
 written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import lcm, prod
 

@@ -1,8 +1,6 @@
 """Pipeline schedules (1F1B, interleaved 1F1B, forward only) as pure functions from sizes to lists
 of actions per stage, without tensors or processes; and what the plan measures of these lists."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """One kind of collective of a rank, and those of a layer that is split over tensor-parallel
 ranks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 

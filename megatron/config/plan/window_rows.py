@@ -4,8 +4,6 @@ attention sends, and the plan of it.
 Positions are cut as in megatron/parallel/zigzag.py: rank i of n has chunks i and 2 n - 1 - i.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Assignment of whole parameters to the ranks of the sharded optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 how many samples of each.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A word of --data-path that is a directory or a pattern, as the prefixes it stands for."""
 
-from __future__ import annotations
-
 import glob
 import os
 

@@ -1,7 +1,5 @@
 """The part of each data set that train, valid and test read (--split)."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

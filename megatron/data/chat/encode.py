@@ -1,7 +1,5 @@
 """Conversations to token ids and a loss mask, and to the prompt that a model answers."""
 
-from __future__ import annotations
-
 import functools
 import re
 import secrets

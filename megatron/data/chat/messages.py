@@ -1,7 +1,5 @@
 """Conversations out of records: OpenAI's messages and ShareGPT's conversations, checked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

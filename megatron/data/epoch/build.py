@@ -1,7 +1,5 @@
 """From the data flags to the datasets of `--data-order epoch`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -9,8 +9,6 @@ order depends on the data, the seed and the sequence length alone: not on how lo
 Megatron's order has and this one has not: documents of one sample are neighbours in the file.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction

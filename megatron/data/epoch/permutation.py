@@ -2,8 +2,6 @@
 nothing is walked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

@@ -2,8 +2,6 @@
 i, from i alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

@@ -4,8 +4,6 @@ Whatever the number of documents, an index is not read: its pointers are running
 already, and the first and the last say enough.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

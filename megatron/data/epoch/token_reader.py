@@ -1,7 +1,5 @@
 """Reads the tokens of many files in any order, without a mapping of each."""
 
-from __future__ import annotations
-
 import resource
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From the data flags to the packed data sets of train, validation and test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

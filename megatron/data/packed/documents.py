@@ -1,7 +1,5 @@
 """The documents of a pair of .bin and .idx as samples."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDataset

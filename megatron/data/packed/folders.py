@@ -1,7 +1,5 @@
 """A folder of token files: FOLDER/SUBSET/X.bin, whose directories are the subsets."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ ordinary text ("!" of GPT-2 and Llama 3), so 0 with training is `TRAINED_ZERO`, 
 does not know it refuses as an id outside the vocabulary.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megatron.data.sample_lookup import LABEL_OF_ZERO, NO_LABEL

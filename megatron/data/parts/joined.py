@@ -1,7 +1,5 @@
 """All parts of a set, read as the one pair that they are."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

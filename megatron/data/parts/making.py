@@ -1,7 +1,5 @@
 """A part is made: under temporary names, then renamed, its record last. `plan` has the design."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

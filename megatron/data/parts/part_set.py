@@ -1,8 +1,6 @@
 """The parts of a pair that many tasks write: their names, and which of them are whole. `plan` has
 the design."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

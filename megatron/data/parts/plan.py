@@ -28,8 +28,6 @@ joined. A set has no closing step: where PREFIX.parts/ exists and PREFIX.idx doe
 called for any part, anywhere, any number of times. An add-on may have one (part_engine.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

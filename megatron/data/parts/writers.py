@@ -1,8 +1,6 @@
 """Which commands write parts now: each process holds a file of its own in the folder, locked until
 it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """The index of a tokenized corpus, written, and the dtype of its tokens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from typing import BinaryIO

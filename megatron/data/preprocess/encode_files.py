@@ -1,8 +1,6 @@
 """Input files through a team of workers to the files of unfinished work: what one process does for
 a whole corpus or for a part of one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The texts, or the token ids, in a line of JSON, and what is wrong with a line."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ Where a file is cut depends on its content alone, so that a run that was killed 
 same blocks.
 """
 
-from __future__ import annotations
-
 import codecs
 import glob
 import io

@@ -8,8 +8,6 @@ damaged, or whose files are shorter than it says, begins again. Ids are written 
 offsets that are given out here in the order of the documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,8 +1,6 @@
 """Texts cut into sentences by Punkt (Kiss and Strunk 2006), whose models its package brings. The
 only importer of punkt."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Foreign code, that of tokenizers and chat templates: tried where it can be ended."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -2,8 +2,6 @@
 reading it takes is bounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import importlib

@@ -1,7 +1,5 @@
 """The small interface that all tokenizers share."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Builds the tokenizer of a configuration; the types have Megatron's names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType

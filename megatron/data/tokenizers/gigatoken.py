@@ -1,7 +1,5 @@
 """The gigatoken engine for GPT-2's byte-level BPE. The only importer of gigatoken."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The files of GPT-2's byte-level BPE, vocab.json and merges.txt: reading and checks."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 import itertools

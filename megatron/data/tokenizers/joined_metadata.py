@@ -1,7 +1,5 @@
 """What the .json files of several pairs say together, for programs that join or compare pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Which tokenizer made a pair, the size of its text and the checksums of its files, in a small JSON
 file with its prefix."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ sentencepiece.
 Source of what each reading adds: Megatron-LM's tokenizers of January 2024.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

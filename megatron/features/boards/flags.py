@@ -1,7 +1,5 @@
 """The flags of TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron.arguments import Needs, arg

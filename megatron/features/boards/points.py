@@ -1,7 +1,5 @@
 """Scalars of a run by tag and iteration for TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol

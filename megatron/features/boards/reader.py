@@ -1,7 +1,5 @@
 """Reads back what runs wrote to TensorBoard."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

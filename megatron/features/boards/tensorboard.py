@@ -1,7 +1,5 @@
 """Scalars of TensorBoard. Its reader (`reader.py`) and this are all that imports tensorboard."""
 
-from __future__ import annotations
-
 import io
 import os
 import socket

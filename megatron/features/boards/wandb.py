@@ -1,7 +1,5 @@
 """Weights & Biases: a run's scalars under the tags of TensorBoard. The only importer of wandb."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ rollback, when the run gives up.
 Iterations and their values in, decisions out, the same on every rank.
 """
 
-from __future__ import annotations
-
 from megatron.features.spikes.policy import WITHIN, Rollback, SpikePolicy
 from megatron.training.launch.signals import Refusal
 from megatron.training.run import Veto

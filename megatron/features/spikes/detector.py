@@ -7,8 +7,6 @@ is the standard deviation of a normal distribution). Outliers never enter the wi
 does not hide the next; many consecutive outliers are a new level.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

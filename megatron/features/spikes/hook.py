@@ -1,7 +1,5 @@
 """What passes iterations to the spike detector and its findings to the log."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.features.spikes.detector import Finding

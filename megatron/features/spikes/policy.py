@@ -1,8 +1,6 @@
 """Spikes of a run: which iterations are outliers, what is printed about them, what a checkpoint
 keeps of them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,8 +1,6 @@
 """Rollback within a run: snapshots of it in host memory, and the return to one of them or to a
 checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path

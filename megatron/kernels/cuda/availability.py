@@ -1,7 +1,5 @@
 """Where the operations of fused_ops.py run."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import ModuleType
 

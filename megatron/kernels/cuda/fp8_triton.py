@@ -1,8 +1,6 @@
 """The operations of fp8_ops.py as Triton kernels, for CUDA: the largest magnitude of a tensor,
 the scale from it, and its cast, as it is and transposed, in one pass."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ They are operations of torch (`megatron::...`): a trace on the meta device count
 launch that it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Cross entropy on CUDA, one kernel of Triton each way: `row_losses` and `loss_grad` of
 `cpu.native` as operations of torch, which a trace on the meta device counts as one launch each."""
 
-from __future__ import annotations
-
 import torch
 
 LIBRARY = torch.library.Library("megatron", "FRAGMENT")

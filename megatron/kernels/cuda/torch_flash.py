@@ -2,8 +2,6 @@
 dropout, and inside documents or windows. One operation (`megatron::flash_attention`), so that a
 compiled layer seeds the generator too."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import cache
 from typing import Any

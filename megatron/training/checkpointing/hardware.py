@@ -1,8 +1,6 @@
 """What decides the last bits of a run beside its flags: processor, device, kernels and torch. They
 are saved with a checkpoint, and a resume on others says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """--non-persistent-ckpt-type local: saves each rank's part of the run on its own node, mirrored by
 other ranks (--replication), and loads it."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from collections.abc import Callable, Sequence

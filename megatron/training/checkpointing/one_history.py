@@ -1,8 +1,6 @@
 """A run directory has one history: checkpoints of others in --save are refused, or renamed
 (--overwrite-newer-checkpoints). Loads no torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What prevents a resume, by flags and counters alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The flags a checkpoint was saved with, compared with those of this run."""
 
-from __future__ import annotations
-
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store

@@ -1,8 +1,6 @@
 """Where a run starts: at a checkpoint of --load or at iteration 0, with the directory of --save in
 order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

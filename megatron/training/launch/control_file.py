@@ -1,7 +1,5 @@
 """A file through which a person or a scheduler requests a save or the end of a run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

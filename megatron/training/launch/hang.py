@@ -1,8 +1,6 @@
 """A rank that makes no progress: what its stack is doing, and how a process of this machine that
 does not respond is found, asked for its stack and ended."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

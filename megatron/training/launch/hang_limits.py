@@ -1,8 +1,6 @@
 """How long a rank may be without progress, by phase of the run, and what follows when one is for
 longer: nothing, a warning, or the end of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

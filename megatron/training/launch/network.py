@@ -1,7 +1,5 @@
 """Addresses and interfaces of this machine, and whether another one answers."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import socket

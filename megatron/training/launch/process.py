@@ -1,7 +1,5 @@
 """Which process a rank is, and why a run ends early."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sysconfig

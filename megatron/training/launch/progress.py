@@ -1,8 +1,6 @@
 """For how long a rank has made no progress, and whether it computes. Time is counted in looks of a
 thread, so that a machine that sleeps, or a process that is stopped, does not hang."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import sys

@@ -9,8 +9,6 @@ A connection gives the token of the run before anything else is read from it. On
 connected, rank 0 does not listen any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

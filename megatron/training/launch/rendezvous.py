@@ -1,7 +1,5 @@
 """How the ranks of a run find each other: torch's key-value store, and the rank monitor."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

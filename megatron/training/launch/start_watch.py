@@ -1,8 +1,6 @@
 """What a rank watches from before its imports on: torchrun, its parent, and without torchrun the
 other ranks of this machine until they have joined."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

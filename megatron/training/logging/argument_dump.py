@@ -1,8 +1,6 @@
 """The table of arguments, and the first lines of a run that has another log format than short:
 Megatron's."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import Any

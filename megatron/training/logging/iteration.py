@@ -1,8 +1,6 @@
 """The numbers of the interval since the last log line, and the interfaces of what prints and stores
 iterations."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import Counter

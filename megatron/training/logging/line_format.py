@@ -1,8 +1,6 @@
 """Log formats of one line for each interval, from which features make theirs; the other lines of a
 run are the same in all of them, in Megatron's words."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """--metrics-file: one JSON object per iteration, evaluation and score."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Output that may fail: a full disk or a closed pipe costs lines and one warning, never the run."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

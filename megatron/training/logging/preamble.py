@@ -1,8 +1,6 @@
 """What is printed before the first iteration. With --log-format short: what is trained, on which
 devices, with which kernels and data."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Sequence
 

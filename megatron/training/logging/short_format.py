@@ -1,8 +1,6 @@
 """--log-format short: its lines, at most 100 columns wide, as pure functions of numbers; and which
 iterations have one, the time left, the status line. It asks no device."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

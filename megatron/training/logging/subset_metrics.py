@@ -1,7 +1,5 @@
 """Metrics per subset of the data, and how packed rows are filled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Where the results of an iteration go: log line and writers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from megatron import device as devices

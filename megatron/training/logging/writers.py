@@ -1,7 +1,5 @@
 """The writers of a run: what stores the results of its iterations."""
 
-from __future__ import annotations
-
 from megatron import launcher
 from megatron.config.tree import Config
 from megatron.training.feature import features_of

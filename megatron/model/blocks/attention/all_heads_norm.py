@@ -1,7 +1,5 @@
 """RMSNorm of all query or key heads together, which tensor-parallel ranks share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Multi-head latent attention: its sizes, parameters, memory, traffic, and what it cannot be
 combined with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A dense MLP, plain or gated: its sizes, parameters, memory, traffic, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The MLP of a transformer layer, plain or gated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

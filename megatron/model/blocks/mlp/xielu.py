@@ -1,7 +1,5 @@
 """xIELU, an activation function with two learnt scalars per layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Rules of mixture-of-experts models."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
