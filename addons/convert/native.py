@@ -141,6 +141,16 @@ class NativeCheckpoint(ExitStack):
             tokenizer.eod = None  # which id ends a sample only the tokenizer of its text knows
         return tokenizer
 
+    def kept_tokenizer(self) -> tuple[dict[str, Any] | None, list[Path]]:
+        """(its flags, files to copy) for a run directory with the same tokenizer; the flags of an
+        imported model's are found among the copies."""
+        data = self.config.data
+        if self.base_folder and data.tokenizer != "NullTokenizer":
+            return None, side_files(self.base_folder)
+        flags = {field.name: getattr(data, field.name) for field in fields(TokenizerConfig)}
+        flags["tokenizer_type"] = data.tokenizer  # which flags may leave to the default of a run
+        return {name: value for name, value in flags.items() if value is not None}, []
+
     def special_ids(self) -> dict[str, int | None]:
         """config.json's ids of special pieces; none where the tokenizer is not on this machine."""
         try:

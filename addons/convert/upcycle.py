@@ -4,7 +4,7 @@ initial values."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import parse_layer_pattern
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import WORD_EMBEDDING, ParameterSpec, parameter_table
-from megatron.config.tokenizer import TokenizerConfig
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import draw_values, parameter
 
-from .hf_files import new_folder, side_files
+from .hf_files import new_folder
 from .links import ConversionError
 from .native import NativeCheckpoint, write_checkpoint
 
@@ -95,16 +94,6 @@ def _with_experts(model: ModelConfig, source: Path, parts: int, **flags: Any) ->
     return changed
 
 
-def _tokenizer(native: NativeCheckpoint) -> tuple[dict[str, Any] | None, list[Path]]:
-    """(its flags, files to copy): those of an imported model are found among the copies."""
-    data = native.config.data
-    flags = {field.name: getattr(data, field.name) for field in fields(TokenizerConfig)}
-    flags["tokenizer_type"] = data.tokenizer  # which flags may leave to the default of a run
-    if native.base_folder and flags["tokenizer_type"] != "NullTokenizer":
-        return None, side_files(native.base_folder)
-    return {name: value for name, value in flags.items() if value is not None}, []
-
-
 def upcycle(
     source: Path, target: Path, *, step: int | None = None, parts: int = 1, **flags: Any
 ) -> str:
@@ -127,7 +116,7 @@ def upcycle(
                 repeat = parts if ".router." in spec.name else 1
                 drawn = partial(_drawn, spec, native.config.training.seed, dtype, repeat)
                 weights.append(Entry(spec.name, dtype, spec.shape, drawn))
-        tokenizer, files = _tokenizer(native)
+        tokenizer, files = native.kept_tokenizer()
         family = native.base.get("model_type", "")
         written = write_checkpoint(target, model, weights, rows, family, files, flags=tokenizer)
         count = sum(torch.Size(weight.shape).numel() for weight in weights)

@@ -1,0 +1,105 @@
+"""Write the weighted mean of the weights of several checkpoints as a checkpoint of its own, which
+stands for a decay of the learning rate over them (Tian et al. 2025, arXiv:2507.17634).
+
+A SOURCE is a run directory, of which all checkpoints are taken or the --merge-window newest, or an
+iter_XXXXXXX in one, oldest first. They may be of different layouts. Weights are read from the fp32
+copies of the optimizer where there are some, summed in float64, and rounded once. Expert biases of
+routers are averaged like weights. The moments of Adam are not merged: the result has no optimizer
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import cos, isfinite, pi, sqrt
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron.arguments import arg
+from tools.shared.program import run_program
+
+from .options import local
+
+# what is left of the learning rate when this part of the checkpoints is behind: 1 to 0
+DECAYS = MappingProxyType(
+    {
+        "linear": lambda part: 1 - part,
+        "cosine": lambda part: (1 + cos(pi * part)) / 2,
+        "1-sqrt": lambda part: 1 - sqrt(part),
+    }
+)
+
+
+def decay_weights(decay: Callable[[float], float], count: int) -> list[float]:
+    """The weight of each of `count` checkpoints, oldest first, with a sum of 1.
+
+    The steps between two checkpoints are in all later ones. They are to count as `decay` says for
+    that time, so the weight of a checkpoint is the loss of `decay` from it to the next.
+    """
+    factors = [decay(number / count) for number in range(count)] + [0.0]
+    return [here - after for here, after in zip(factors, factors[1:], strict=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Which checkpoints, and how much of each."""
+
+    save: Path = arg(parse=local, metavar="DIR", help="run directory to create")
+    merge_window: int | None = arg(
+        None, minimum=1, help="of a run directory only so many checkpoints, the newest"
+    )
+    merge_weights: tuple[str, ...] = arg(
+        ("linear",),
+        help="the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number for "
+        "each, oldest first, which are divided by their sum",
+    )
+    sources: tuple[Path, ...] = arg(
+        position="positional", metavar="SOURCE", parse=local, help="run directories, iter_XXXXXXX"
+    )
+
+    def weights(self, count: int) -> list[float]:
+        """Of `count` checkpoints, oldest first. Raises ValueError for numbers that are not one for
+        each, or that have no mean."""
+        words = self.merge_weights
+        if len(words) == 1 and words[0] in DECAYS:
+            return decay_weights(DECAYS[words[0]], count)
+        flag = f"--merge-weights {' '.join(words)}"
+        try:
+            numbers = [float(word) for word in words]
+        except ValueError:
+            raise ValueError(
+                f"{flag}: give {', '.join(DECAYS)}, or numbers [value-malformed]"
+            ) from None
+        if len(numbers) != count:
+            raise ValueError(f"{flag}: {count} checkpoints need {count} numbers [value-malformed]")
+        total = sum(numbers)
+        if not all(map(isfinite, numbers)) or not 0 < total < float("inf"):
+            raise ValueError(f"{flag}: the sum must be more than 0 [value-out-of-range]")
+        return [number / total for number in numbers]
+
+
+def _check(options: Options) -> list[str]:
+    try:
+        options.weights(len(options.merge_weights))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _merge(options: Options) -> None:
+    from .merge import merge
+
+    print(merge(options.sources, options.save, options.merge_window, options.weights))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line."""
+    return run_program(
+        Options,
+        _merge,
+        argv,
+        prog="merge_checkpoints.py",
+        description=__doc__ or "",
+        check=_check,
+    )
