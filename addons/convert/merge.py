@@ -56,7 +56,8 @@ def _check_alike(all_of: Sequence[NativeCheckpoint], rows: int) -> None:
         ]
         if vocabulary_problem(str(other.checkpoint.directory), *identities):
             raise ConversionError(
-                f"{pair}: different tokenizers; merge those of one [checkpoint-of-another-tokenizer]"
+                f"{pair}: different tokenizers; merge those of one "
+                "[checkpoint-of-another-tokenizer]"
             )
         if {name: other.header(name, rows) for name in other.weights()} != headers:
             raise ConversionError(
@@ -105,7 +106,5 @@ def merge(
         flags, files = newest.kept_tokenizer()
         family = newest.base.get("model_type", "")
         written = write_checkpoint(target, newest.model, entries, rows, family, files, flags=flags)
-    lines = [
-        f"{weight:.6f} x {folder}" for weight, folder in zip(weights, folders, strict=True)
-    ]
+    lines = [f"{weight:.6f} x {folder}" for weight, folder in zip(weights, folders, strict=True)]
     return "\n".join([*lines, f"{written}: their sum; iteration 0, without optimizer state"])

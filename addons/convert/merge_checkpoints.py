@@ -51,8 +51,8 @@ class Options:
     )
     merge_weights: tuple[str, ...] = arg(
         ("linear",),
-        help="the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number for "
-        "each, oldest first, which are divided by their sum",
+        help="the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number "
+        "for each, oldest first, which are divided by their sum",
     )
     sources: tuple[Path, ...] = arg(
         position="positional", metavar="SOURCE", parse=local, help="run directories, iter_XXXXXXX"
