@@ -862,6 +862,20 @@ BUGS = {
         "partial=('ends',) if model.tied else ()",
         f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
     ),
+    "a stage of its own for later tokens does not sum the embedding's gradient": Bug(
+        "megatron.config.plan.plan.embedding_stages",
+        "last - is_apart(config)",
+        "last",
+        f"{LAYOUTS}[pp3, multi-token prediction, layout Ett|mm|L]",
+        "campaign",
+    ),
+    "QK-clip leaves the layers of later tokens": Bug(
+        "megatron.features.attention_logits.logits.AttentionLogits.__init__",
+        "chunk.layers()",
+        "chunk.decoder.layers.values()",
+        "tests/features/attention_logits/test_attention_logits.py"
+        "::test_layers_of_multi_token_prediction_are_clipped_too",
+    ),
     "depths of the log accept a token whatever those before it are": Bug(
         "megatron.model.blocks.mtp.module.Depths.add_losses",
         "correct if right is None else right & correct",

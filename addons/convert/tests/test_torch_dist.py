@@ -70,7 +70,7 @@ def expected(flags) -> torch.Tensor:
         pytest.param("experts", (2, 2), None, marks=pytest.mark.campaign),
         pytest.param("latent attention", (2, 2), None, marks=pytest.mark.campaign),
         pytest.param("multi-token prediction, experts", (2, 2), None, marks=pytest.mark.campaign),
-        pytest.param("multi-token prediction, tied", (1, 2), None, marks=pytest.mark.sweep),
+        pytest.param("multi-token prediction, tied", (2, 1), None, marks=pytest.mark.sweep),
         pytest.param(
             "latent attention, queries of hidden states", (2, 1), None, marks=pytest.mark.sweep
         ),

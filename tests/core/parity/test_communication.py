@@ -22,10 +22,20 @@ import pytest
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan import transfers
-from megatron.config.plan.plan import make_plan
+from megatron.config.plan.plan import embedding_stages, make_plan
 from megatron.features.registry import RunConfig
 from tests import recorder
-from tests.core.parity.layouts import LEVELS, MLA, MTP, MUON, SELECTIVE, UP_AGAIN, ZERO2, ZERO3
+from tests.core.parity.layouts import (
+    LAYOUT,
+    LEVELS,
+    MLA,
+    MTP,
+    MUON,
+    SELECTIVE,
+    UP_AGAIN,
+    ZERO2,
+    ZERO3,
+)
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 TP = "--tensor-model-parallel-size"
@@ -417,6 +427,9 @@ MORE = {
     ),
     "tp2 sp, multi-token prediction": Case(2, (TP, "2", SP, *MTP), {}),
     "pp2 tp2, multi-token prediction": Case(4, (PP, "2", TP, "2", *MTP), {}),
+    "pp3 tp2 sp, multi-token prediction, layout Ett|mm|L": Case(
+        6, (PP, "3", TP, "2", SP, LAYOUT, "Ett|mm|L", *MTP), {}
+    ),
     "tp2 sp, latent attention": Case(2, (TP, "2", SP, *MLA), {}),
     "tp2, latent attention, up projections again": Case(2, (TP, "2", *MLA, *UP_AGAIN), {}),
     "cp2 tp2 sp, latent attention, latents and core again": Case(
@@ -664,7 +677,7 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
             "instances": [
                 (stage, i, part) for i in range(place % axes["shard"], replicas, axes["shard"])
             ],
-            "ends": [(i, place, part) for i in (0, axes["pp"] - 1)],
+            "ends": [(i, place, part) for i in embedding_stages(config)],
             "optimizer": [
                 (i, j, k)
                 for i in range(axes["pp"])
