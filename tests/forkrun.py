@@ -8,6 +8,7 @@ each.
 
 import contextlib
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,7 @@ from typing import Any
 from megatron import addons
 
 ROOT = Path(__file__).resolve().parent.parent
+PLANTED = "PLANTED_BUG"  # a bug that every rank gets
 OUTPUT_SHOWN = 4000  # characters of a failing rank's own output
 LOST_CONNECTION = re.compile(r"gloo|connection|\bpeer\b|socket|broken pipe", re.IGNORECASE)
 
@@ -106,6 +108,10 @@ def _rank_main(rank: int, world: int, job: bytes, setting: dict[str, Any], pipe:
         import torch
 
         torch.set_num_threads(1)
+        if bug := os.environ.get(PLANTED):
+            from tests.planted import bugs
+
+            bugs.plant(bugs.Bug(*json.loads(bug)))
         if world > 1 and setting["join"]:
             _join_group(rank, world, setting["store"], setting["seconds"])
         function, args = pickle.loads(job)

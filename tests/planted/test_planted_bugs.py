@@ -1,18 +1,22 @@
-"""Each bug of the catalogue is planted into a copy of the source, and its test must fail there."""
+"""Each bug of the catalogue is planted, and its test must fail then."""
 
 import ast
+import functools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.forkrun import ROOT
+from tests.forkrun import ROOT, run_ranks
 from tests.planted import bugs
 from tests.planted.catalogue import BUGS
 
 
 @pytest.fixture(scope="session")
-def copied_tree(tmp_path_factory):
-    """A copy of the source for all bugs of this process, one bug at a time."""
-    return bugs.copy_tree(tmp_path_factory.mktemp("planted"), BUGS.values())
+def copied_tree(tmp_path_factory) -> Callable[[], Path]:
+    """A copy of the source for all bugs of this process that need one, one bug at a time."""
+    folder = tmp_path_factory.mktemp("planted")
+    return functools.cache(lambda: bugs.copy_tree(folder / "tree", BUGS.values()))
 
 
 def test_every_bug_applies_to_exactly_one_place():
@@ -91,5 +95,7 @@ def test_a_bug_that_cannot_be_planted_is_reported(where, old, test):
 @pytest.mark.sweep
 def test_without_a_bug_these_tests_pass(copied_tree):
     """A test that always fails in the copy would seem to catch every bug."""
-    result = bugs.run(copied_tree, *sorted({bug.test for bug in BUGS.values()}), seconds=1800)
+    tests = sorted({bug.test for bug in BUGS.values()})
+    assert run_ranks(1, bugs.run_here, *tests, seconds=1800) == [(0, 0)]
+    result = bugs.run(copied_tree(), *tests, seconds=1800)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
