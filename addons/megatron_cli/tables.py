@@ -391,7 +391,7 @@ pretrained_checkpoint= | use --load DIR --finetune
 override_ckpt_iteration=
   | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
-experimental_attention_variant= heterogeneous_layers_config_path= hybrid_layer_pattern= | &layers
+heterogeneous_layers_config_path= hybrid_layer_pattern= | &layers
 curriculum_learning_legacy=False data_efficiency_curriculum_learning=False
   | every sample is read whole, in one order; omit the flag
 yaml_cfg= | write the flags into a text file and give @FILE

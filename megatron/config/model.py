@@ -28,7 +28,9 @@ from megatron.model.blocks.mlp.facts import DenseMLP
 class ModelConfig(ModelFlags):
     """The architecture of the model."""
 
-    def _layer(self, moe: bool, rope: Rope | None, window: int | None, comm_type: str) -> LayerSpec:
+    def _layer(
+        self, moe: bool, delta: bool, rope: Rope | None, window: int | None, comm_type: str
+    ) -> LayerSpec:
         """One that differs from others in these."""
         residual: Residual = "pre"
         if self.use_parallel_residual:
@@ -42,7 +44,9 @@ class ModelConfig(ModelFlags):
             (AFTER_MLP, self.post_mlp_layernorm),
         )
         return LayerSpec(
-            mixer=replace(self._mixer(rope, window), comm_type=comm_type),
+            mixer=self._delta_net()
+            if delta
+            else replace(self._mixer(rope, window), comm_type=comm_type),
             mlp=self._experts() if moe else DenseMLP(self),
             residual=residual,
             norms=tuple(name for name, present in norms if present),
@@ -54,6 +58,11 @@ class ModelConfig(ModelFlags):
         from megatron.model.blocks.mla.facts import LatentAttention
 
         return LatentAttention(self, rope)
+
+    def _delta_net(self) -> Mixer:
+        from megatron.model.blocks.gated_delta.facts import GatedDeltaNet
+
+        return GatedDeltaNet(self)
 
     def _experts(self) -> Block:
         from megatron.model.blocks.moe.facts import MixtureOfExperts
@@ -105,11 +114,12 @@ class ModelConfig(ModelFlags):
 @lru_cache(maxsize=8)
 def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers; equal ones are the same object."""
-    specs: dict[tuple[bool, Rope | None, int | None, str], LayerSpec] = {}
+    specs: dict[tuple[bool, bool, Rope | None, int | None, str], LayerSpec] = {}
     layers: list[LayerSpec] = []
     for number in range(model.num_layers):
         differs = (
             model.is_moe_layer(number),
+            model.is_delta_layer(number),
             model.rope(number),
             model.window_of(number),
             model.comm_type_of(number),

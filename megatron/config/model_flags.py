@@ -22,6 +22,8 @@ _MLA = "multi_latent_attention"
 _NO_MLA = Needs(
     "keys and values of their own (--multi-latent-attention is given)", lambda v: not v[_MLA]
 )
+_RMS_NORM = Needs("--normalization RMSNorm", lambda v: v["normalization"] == "RMSNorm")
+_DELTA = "experimental_attention_variant"
 _YARN = Needs(
     "--position-embedding-type yarn, or rope with --rope-type yarn",
     lambda v: v.config.model.has_yarn,
@@ -168,6 +170,65 @@ class TransformerConfig:
         dump=False,
         help="MLA: epsilon of the norms of latents (default: --norm-epsilon); 1e-6 in Hugging "
         "Face's DeepSeek models",
+    )
+    experimental_attention_variant: Literal["gated_delta_net"] | None = arg(
+        None,
+        requires=["linear_attention_freq", _RMS_NORM],
+        excludes=("use_mup",),
+        trained="delta_net",
+        dump=False,
+        help="what the layers of --linear-attention-freq have in the place of attention: "
+        "gated_delta_net (Qwen3-Next), a state of fixed size that each token rewrites; its "
+        "activations are SiLU, whatever those of the MLP are",
+    )
+    linear_attention_freq: str | None = arg(
+        None,
+        needs=_DELTA,
+        trained="delta_net",
+        dump=False,
+        help="which layers have that: N for all but every Nth layer, or a pattern of 1 (gated "
+        "delta net) and 0 (attention) such as [1,1,1,0]*12",
+    )
+    linear_conv_kernel_dim: int = arg(
+        4,
+        needs=_DELTA,
+        minimum=1,
+        maximum=64,
+        trained="delta_net",
+        dump=False,
+        help="gated delta net: tokens, itself the last, that the convolution of a token sees",
+    )
+    linear_key_head_dim: int = arg(
+        128,
+        needs=_DELTA,
+        minimum=1,
+        trained="delta_net",
+        dump=False,
+        help="gated delta net: channels of a head of queries and keys",
+    )
+    linear_value_head_dim: int = arg(
+        128,
+        needs=_DELTA,
+        minimum=1,
+        trained="delta_net",
+        dump=False,
+        help="gated delta net: channels of a head of values and gates",
+    )
+    linear_num_key_heads: int = arg(
+        16,
+        needs=_DELTA,
+        minimum=1,
+        trained="delta_net",
+        dump=False,
+        help="gated delta net: heads of queries and keys",
+    )
+    linear_num_value_heads: int = arg(
+        32,
+        needs=_DELTA,
+        minimum=1,
+        trained="delta_net",
+        dump=False,
+        help="gated delta net: heads of values and gates, a multiple of --linear-num-key-heads",
     )
     seq_length: int = arg(
         None,
@@ -741,6 +802,32 @@ class TransformerConfig:
         if self.no_rope_freq.isdecimal():
             return (layer + 1) % int(self.no_rope_freq) != 0
         return not parse_layer_pattern(self.no_rope_freq)[layer]
+
+    def is_delta_layer(self, layer: int) -> bool:
+        """Has the layer of this (global) number a gated delta net in the place of attention?"""
+        freq = self.linear_attention_freq
+        if self.experimental_attention_variant is None or freq is None:
+            return False
+        if freq.isdecimal():
+            return (layer + 1) % int(freq) != 0
+        return parse_layer_pattern(freq)[layer]
+
+    @property
+    def delta_net(self) -> tuple[int, ...] | None:
+        """The layers with gated delta nets, their number before them, and the sizes of these; None
+        without."""
+        layers = [layer for layer in range(self.num_layers) if self.is_delta_layer(layer)]
+        if not layers:
+            return None
+        return (
+            len(layers),
+            *layers,
+            self.linear_conv_kernel_dim,
+            self.linear_key_head_dim,
+            self.linear_value_head_dim,
+            self.linear_num_key_heads,
+            self.linear_num_value_heads,
+        )
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens, itself among them, a token sees in the layer of this (global) number;

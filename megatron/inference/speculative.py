@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.inference.cached_model import CachedModel
-from megatron.model.blocks.cache import CachedTokens, WindowCache
+from megatron.model.blocks.cache import CachedTokens
 from megatron.model.blocks.module import LayerInputs
 from megatron.model.gpt import GPTModel
 
@@ -32,7 +32,7 @@ class SpeculativeModel(CachedModel):
     to there the caches of the heads are final, what is behind is computed again. Likewise the
     positions of drafts that were not accepted: nothing sees them before they are overwritten.
 
-    Raises ValueError for a model with fewer heads, and for one with windows.
+    Raises ValueError for a model with fewer heads, and for one with windows or gated delta nets.
     """
 
     def __init__(self, model: GPTModel, rows: int, length: int, count: int):
@@ -43,10 +43,10 @@ class SpeculativeModel(CachedModel):
         blocks = [block for each in self._layers for block in each.transformer_layer.blocks()]
         self._of_heads = self._give_caches(blocks)
         self._caches += self._of_heads
-        if any(isinstance(cache, WindowCache) for cache in self._caches):
+        if not all(cache.rewinds for cache in self._caches):
             raise ValueError(
-                f"{FLAG} {count}: a layer with a window keeps no positions for tokens that may be "
-                "dropped; omit the flag [speculative-unfit]"
+                f"{FLAG} {count}: a layer with a window or a gated delta net keeps no positions "
+                "for tokens that may be dropped; omit the flag [speculative-unfit]"
             )
         if model.mtp.rotary is not None:
             model.mtp.rotary.tokens = length

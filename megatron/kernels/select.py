@@ -15,6 +15,7 @@ from megatron.kernels.activations import implementations
 from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, no_flash, select
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cross_entropy import CROSS_ENTROPY
+from megatron.kernels.delta_rule import DELTA_RULES
 from megatron.kernels.dropout import DROPOUT
 from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
 from megatron.kernels.kernels import KernelRow, Kernels
@@ -379,6 +380,8 @@ def _row_tables(
         ropes = map(model.rope, range(model.num_layers or 0))
         neighbours = any(rope.interleaved for rope in ropes if rope is not None)
         rows += listed("rotary", ROTARY, kernels.rotary(weight, neighbours))
+    if model.delta_net:
+        rows += listed("gated delta rule", DELTA_RULES, kernels.in_layers(weight))
     maths = config.precision.fp16_lm_cross_entropy
     capped = model.final_logit_softcapping is not None
     loss = spec_of(weight, other_maths=maths, capped=capped)

@@ -28,8 +28,8 @@ class Sharding:
     pairs that cut it. replicas: `dense` or `experts`, the ranks of ParallelContext that hold the
     same part and see other tokens (gradients are summed over them).
     partial: axes whose ranks hold a copy that saw only part of its gradient (gradients are summed
-    over them). init, std: its initial values ("normal", "xavier_uniform", "zeros", "ones",
-    "constant", GIVEN).
+    over them). init, std: its initial values ("normal", "xavier_uniform", "uniform", "log_uniform",
+    "zeros", "ones", "constant", GIVEN).
     real_rows: rows of dim 0 that are not padding, or None for all. matrices: what Muon updates.
     """
 
@@ -230,6 +230,10 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
         for matrix, std in zip(values, sharding.std, strict=True):
             matrix.normal_(0.0, std, generator=generator)
         return values
+    if sharding.init == "uniform":
+        return values.uniform_(-sharding.std, sharding.std, generator=generator)
+    if sharding.init == "log_uniform":
+        return values.uniform_(1.0, sharding.std, generator=generator).log_()
     assert sharding.init == "xavier_uniform", (
         f"{sharding.name}: no such initialisation as {sharding.init!r}"
     )

@@ -9,7 +9,12 @@ from megatron.config.checks.facts import Facts
 from megatron.config.moe import parse_layer_pattern
 
 # flags that say something of each layer
-PATTERNS = {"moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"}
+PATTERNS = {
+    "moe_layer_freq",
+    "no_rope_freq",
+    "window_attn_skip_freq",
+    "linear_attention_freq",
+}
 
 
 def shape(f: Facts) -> Iterator[str]:
@@ -31,6 +36,7 @@ def _blocks(f: Facts) -> Iterator[str]:
             moe_layer_freq="1",
             no_rope_freq=None,
             window_attn_skip_freq=None,
+            linear_attention_freq=None,
         )
     if not f.ok("hidden_size", "num_attention_heads", "rotary_percent"):
         model = replace(model, position_embedding_type="none", use_rotary_position_embeddings=False)
@@ -64,7 +70,7 @@ def _positions(f: Facts) -> Iterator[str]:
 
 def _patterns(f: Facts) -> Iterator[str]:
     """PATTERNS that do not have a digit for each layer."""
-    for name in ("no_rope_freq", "window_attn_skip_freq"):
+    for name in ("no_rope_freq", "window_attn_skip_freq", "linear_attention_freq"):
         text = f[name]
         if text is not None and not _fits(f, text):
             f.bad.add(name)

@@ -31,13 +31,13 @@ class ParameterSpec:
     """One parameter under its global name, whichever rank, stage or format holds it.
 
     `shape` is global; `splits` says which rank axis cuts which dim; `init` is "normal" (with `std`:
-    one for all, or one for each index of dim 0), "xavier_uniform", "zeros", "ones" or "constant"
-    (`std` is the value). `partial`
-    names axes whose ranks hold a copy but always see only part of its gradient. `real_rows`: rows
-    of dim 0 that mean something when a vocabulary is padded (the rest stay 0), else None.
-    `trained`: has it a gradient? Others are at least fp32. `matrices`: what Muon updates of it;
-    None: nothing. `addition`: the module that begins at its initial values where a checkpoint has
-    nothing of it, else "".
+    one for all, or one for each index of dim 0), "xavier_uniform", "uniform" (between -`std` and
+    it), "log_uniform" (the logarithm of what is between 1 and `std`), "zeros", "ones" or "constant"
+    (`std` is the value). `partial` names axes whose ranks hold a copy but always see only part of
+    its gradient. `real_rows`: rows of dim 0 that mean something when a vocabulary is padded (the
+    rest stay 0), else None. `trained`: has it a gradient? Others are at least fp32. `matrices`:
+    what Muon updates of it; None: nothing. `addition`: the module that begins at its initial values
+    where a checkpoint has nothing of it, else "".
     """
 
     name: str

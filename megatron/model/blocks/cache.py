@@ -50,6 +50,7 @@ class Cache:
     tokens. `tokens`: those of the call in progress."""
 
     tokens: CachedTokens
+    rewinds = True  # may a call begin at any position that was read?
 
     def __init__(
         self,
@@ -90,6 +91,8 @@ class Cache:
 class WindowCache(Cache):
     """Of a block whose tokens see `window` positions, themselves among them: no more are kept,
     position p where position p - `window` was."""
+
+    rewinds = False
 
     def __init__(
         self,

@@ -16,13 +16,16 @@ MODULES: dict[type[Block], type[BlockModule]] = {
 
 
 def module_of(kind: type[Block]) -> type[BlockModule]:
-    """What computes this kind; experts and latent attention are loaded for a model that has
-    some."""
+    """What computes this kind; experts, latent attention and gated delta nets are loaded for a
+    model that has some."""
     if kind not in MODULES and issubclass(kind, Mixer):
+        from megatron.model.blocks.gated_delta.facts import GatedDeltaNet
+        from megatron.model.blocks.gated_delta.module import GatedDelta
         from megatron.model.blocks.mla.facts import LatentAttention
         from megatron.model.blocks.mla.module import MultiLatentAttention
 
         MODULES[LatentAttention] = MultiLatentAttention
+        MODULES[GatedDeltaNet] = GatedDelta
     elif kind not in MODULES:
         from megatron.model.blocks.moe.facts import MixtureOfExperts
         from megatron.model.blocks.moe.module import MoELayer

@@ -75,6 +75,10 @@ DENSE: dict[str, dict[str, Any]] = {
     | dict(multi_latent_attention=True, q_lora_rank=8, kv_lora_rank=8, qk_head_dim=8)
     | dict(qk_pos_emb_head_dim=16, v_head_dim=8, rotary_scaling_factor=8.0)
     | dict(original_max_position_embeddings=64, mscale_all_dim=0.5),
+    "gated delta nets": LLAMA
+    | dict(experimental_attention_variant="gated_delta_net", linear_attention_freq="2")
+    | dict(linear_num_key_heads=2, linear_num_value_heads=4)
+    | dict(linear_key_head_dim=8, linear_value_head_dim=4),
     "quick_geglu": LLAMA | dict(swiglu=False, quick_geglu=True, activation_func_clamp_value=0.05),
     "olmo": LLAMA
     | dict(no_pre_layernorm=True, post_self_attn_layernorm=True, post_mlp_layernorm=True),
@@ -140,6 +144,12 @@ OTHER: dict[str, Any] = dict(
     qk_pos_emb_head_dim=8,
     v_head_dim=4,
     latent_norm_epsilon=0.1,
+    linear_attention_freq="[0,1]",
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=4,
+    linear_value_head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
     make_vocab_size_divisible_by=8,
     norm_epsilon=1e-2,
     embedding_multiplier=2.0,

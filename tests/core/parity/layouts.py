@@ -102,6 +102,13 @@ MLA = (
 # Multi-token prediction, two depths, of which masked documents are shorter than a chunk of cp2.
 DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 MTP = (*LLAMA, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.7")
+# A gated delta net, behind it attention; documents are shorter and longer than its convolution.
+DELTA = (
+    *("--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"),
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-key-head-dim", "6", "--linear-value-head-dim", "4"),
+)
+GATED_DELTA = (*LLAMA, *DELTA, *DOCUMENTS)
 # Norms behind attention and MLP only, and norms of all heads together (OLMo 2).
 OLMO = (
     *LLAMA,
@@ -187,6 +194,7 @@ EP_MOE = (
     "2",
 )
 MLA_MOE = (*with_flags(EP_MOE, *MLA),)
+DELTA_MOE = (*EP_MOE, *DELTA)
 MTP_MOE = (*EP_MOE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.7")
 TIED_MTP = tuple(flag for flag in MTP if flag != "--untie-embeddings-and-output-weights")
 DEEP_EP_MOE = (*with_flags(EP_MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
@@ -273,6 +281,7 @@ CASES = {
     "cp2 tp2 sp, sinks, caps": Case(SCORES, 4, (CP, "2", TP, "2", SP)),
     "tp2 sp, latent attention": Case(MLA, 2, (TP, "2", SP)),
     "cp2, latent attention": Case(MLA, 2, (CP, "2")),
+    "tp2 sp, gated delta nets, masked documents": Case(GATED_DELTA, 2, (TP, "2", SP)),
     "cp2, multi-token prediction, masked documents": Case((*MTP, *DOCUMENTS), 2, (CP, "2")),
     "pp2 dp2, stages numbered before replicas": Case(
         UNTIED, 4, (PP, "2", *OVERLAP, "--use-tp-pp-dp-mapping")
@@ -390,6 +399,20 @@ CAMPAIGN = {
         (*MLA, "--reset-attention-mask", "--reset-position-ids"), 2, (CP, "2", *GATHER)
     ),
     "pp2, latent attention": Case(MLA, 2, (PP, "2")),
+    "tp4, gated delta nets": Case((*LLAMA, *DELTA), 4, (TP, "4"), only=FULL),
+    "pp2, gated delta nets, masked documents": Case(GATED_DELTA, 2, (PP, "2")),
+    "pp2 vpp2, gated delta nets, masked documents, selective recompute": Case(
+        (*GATED_DELTA, *DEEP), 2, (PP, "2", CHUNKS, "2"), only=SELECTIVE
+    ),
+    "dp2, distributed optimizer, overlap, gated delta nets, masked documents": Case(
+        GATED_DELTA, 2, OVERLAP
+    ),
+    "dp2, ZeRO-3, gated delta nets, masked documents": Case(GATED_DELTA, 2, ZERO3),
+    "ep2, all-to-all, experts, gated delta nets": Case(DELTA_MOE, 2, (EP, "2", *A2A)),
+    "ep2 tp2 sp, all-to-all, distributed optimizer, experts, gated delta nets": Case(
+        DELTA_MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED)
+    ),
+    "tp2 sp, gated delta nets, Muon": muon((*LLAMA, *DELTA), 2, (TP, "2", SP)),
     "tp2 sp, multi-token prediction": Case(MTP, 2, (TP, "2", SP)),
     "tp2, multi-token prediction, dp2": Case((*MTP, *DOCUMENTS), 4, (TP, "2")),
     "pp2, multi-token prediction, layout Ett|mmL": Case(
