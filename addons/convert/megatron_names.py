@@ -159,7 +159,7 @@ _NOT_IN_MEGATRON = (
     *("attn_logit_softcapping", "final_logit_softcapping", "rotary_ntk_alpha"),
     *("qk_layernorm_after_rope", "moe_router_normalization", "moe_router_group_score_topk"),
     *("longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"),
-    "latent_norm_epsilon",
+    *("latent_norm_epsilon", "experimental_attention_variant"),
 )
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Flags of YaRN: their arguments begin with yarn_, but for those of latent attention.

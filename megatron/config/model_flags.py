@@ -175,7 +175,7 @@ class TransformerConfig:
         None,
         requires=["linear_attention_freq", _RMS_NORM],
         excludes=("use_mup",),
-        trained="delta_net",
+        trained="delta_layers",
         dump=False,
         help="what the layers of --linear-attention-freq have in the place of attention: "
         "gated_delta_net (Qwen3-Next), a state of fixed size that each token rewrites; its "
@@ -184,7 +184,7 @@ class TransformerConfig:
     linear_attention_freq: str | None = arg(
         None,
         needs=_DELTA,
-        trained="delta_net",
+        trained="delta_layers",
         dump=False,
         help="which layers have that: N for all but every Nth layer, or a pattern of 1 (gated "
         "delta net) and 0 (attention) such as [1,1,1,0]*12",
@@ -194,7 +194,7 @@ class TransformerConfig:
         needs=_DELTA,
         minimum=1,
         maximum=64,
-        trained="delta_net",
+        trained="delta_sizes",
         dump=False,
         help="gated delta net: tokens, itself the last, that the convolution of a token sees",
     )
@@ -202,7 +202,7 @@ class TransformerConfig:
         128,
         needs=_DELTA,
         minimum=1,
-        trained="delta_net",
+        trained="delta_sizes",
         dump=False,
         help="gated delta net: channels of a head of queries and keys",
     )
@@ -210,7 +210,7 @@ class TransformerConfig:
         128,
         needs=_DELTA,
         minimum=1,
-        trained="delta_net",
+        trained="delta_sizes",
         dump=False,
         help="gated delta net: channels of a head of values and gates",
     )
@@ -218,7 +218,7 @@ class TransformerConfig:
         16,
         needs=_DELTA,
         minimum=1,
-        trained="delta_net",
+        trained="delta_sizes",
         dump=False,
         help="gated delta net: heads of queries and keys",
     )
@@ -226,7 +226,7 @@ class TransformerConfig:
         32,
         needs=_DELTA,
         minimum=1,
-        trained="delta_net",
+        trained="delta_sizes",
         dump=False,
         help="gated delta net: heads of values and gates, a multiple of --linear-num-key-heads",
     )
@@ -813,15 +813,17 @@ class TransformerConfig:
         return parse_layer_pattern(freq)[layer]
 
     @property
-    def delta_net(self) -> tuple[int, ...] | None:
-        """The layers with gated delta nets, their number before them, and the sizes of these; None
-        without."""
-        layers = [layer for layer in range(self.num_layers) if self.is_delta_layer(layer)]
-        if not layers:
+    def delta_layers(self) -> list[bool] | None:
+        """Layer by layer, has it a gated delta net? None where none has."""
+        layers = [self.is_delta_layer(layer) for layer in range(self.num_layers)]
+        return layers if any(layers) else None
+
+    @property
+    def delta_sizes(self) -> tuple[int, ...] | None:
+        """Those of gated delta nets; None without."""
+        if self.delta_layers is None:
             return None
         return (
-            len(layers),
-            *layers,
             self.linear_conv_kernel_dim,
             self.linear_key_head_dim,
             self.linear_value_head_dim,

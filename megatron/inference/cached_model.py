@@ -24,8 +24,8 @@ class CachedModel:
     Takes the model over: its blocks read their caches and its linear layers have no backward, so
     that it cannot be called or trained any more. It computes in the dtype and on the device of the
     model; with tensor parallelism every rank calls it alike. The caches have rows x length (or the
-    window of the layer) x what each block says of a position (`Block.cache`), all memory from the
-    start.
+    window of the layer, or 2 where a state has all tokens in it) x what each block says of one
+    (`Mixer.cache`), all memory from the start.
     """
 
     def __init__(self, model: GPTModel, rows: int, length: int):

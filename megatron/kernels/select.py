@@ -380,7 +380,7 @@ def _row_tables(
         ropes = map(model.rope, range(model.num_layers or 0))
         neighbours = any(rope.interleaved for rope in ropes if rope is not None)
         rows += listed("rotary", ROTARY, kernels.rotary(weight, neighbours))
-    if model.delta_net:
+    if model.num_layers and model.delta_layers:
         rows += listed("gated delta rule", DELTA_RULES, kernels.in_layers(weight))
     maths = config.precision.fp16_lm_cross_entropy
     capped = model.final_logit_softcapping is not None

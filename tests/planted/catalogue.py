@@ -34,6 +34,7 @@ ACTIONS = "tests/features/spikes/test_actions.py"
 POLICIES = "tests/features/spikes/test_policy.py"
 WINDOWS = "tests/core/model/test_windows.py"
 LATENT = "tests/core/model/test_mla.py"
+DELTA = "tests/core/model/test_gated_delta.py"
 DEPTHS = "tests/core/training/test_mtp.py"
 DRAFTS = "tests/tools/inference/test_speculative.py"
 SCRIPTS = "addons/megatron_cli/tests/test_scripts.py"
@@ -798,6 +799,56 @@ BUGS = {
         "keys, values = kept.unsqueeze(1), kept[..., : facts.latent].unsqueeze(1)",
         "keys, values = kept.unsqueeze(1), kept[..., facts.rotary :].unsqueeze(1)",
         f"{LATENT}::test_generation_from_latents[absorbed-YaRN]",
+    ),
+    "a state that goes on into the next document": Bug(
+        "megatron.kernels.delta_rule._in_chunks",
+        "entering = entering.masked_fill(ids != before, -torch.inf)",
+        "",
+        f"{DELTA}::test_chunks_are_the_recurrence[documents over chunks]",
+        "",
+    ),
+    "writes before the border of a document in the state behind it": Bug(
+        "megatron.kernels.delta_rule._in_chunks",
+        "leaving = leaving.masked_fill(ids != ids[..., -1:], -torch.inf)",
+        "",
+        f"{DELTA}::test_chunks_are_the_recurrence[documents over chunks]",
+    ),
+    "a convolution that sees the document before": Bug(
+        "megatron.kernels.delta_rule.causal_conv",
+        "ids != document_ids",
+        "ids < 0",
+        f"{DELTA}::test_documents_do_not_see_each_other",
+    ),
+    "a state that is shrunk behind a write": Bug(
+        "megatron.kernels.delta_rule._in_chunks",
+        "g.unsqueeze(-1) - g.unsqueeze(-2)",
+        "g.unsqueeze(-1) - F.pad(g, (1, -1)).unsqueeze(-2)",
+        f"{DELTA}::test_chunks_are_the_recurrence[odd]",
+    ),
+    "a state that a repeated call finds overwritten": Bug(
+        "megatron.model.blocks.gated_delta.module.StateCache.read",
+        "1 - slot",
+        "slot",
+        f"{DELTA}::test_generation_from_a_state",
+    ),
+    "padding of a shorter prompt in the state": Bug(
+        "megatron.model.blocks.gated_delta.module.StateCache.counts",
+        "min(lengths) == positions.shape[1]",
+        "True",
+        f"{DELTA}::test_generation_from_a_state",
+    ),
+    "the norm of a rank's value heads without the gradients of the others": Bug(
+        "megatron.model.blocks.gated_delta.facts.GatedDeltaNet.parameters",
+        "partial=('tp',)",
+        "partial=()",
+        f"{LAYOUTS}[tp4, gated delta nets]",
+        "campaign",
+    ),
+    "accelerate#4177: linear attention to the tokens of one context-parallel rank": Bug(
+        "megatron.model.blocks.gated_delta.facts.GatedDeltaNet.refuses",
+        "f['context_parallel_size'] > 1",
+        "False",
+        f"{DELTA}::test_the_flags[--context-parallel-size 2-flags-exclude-each-other]",
     ),
     "MLM#7452: a depth's mean over the tokens of one rank": Bug(
         "megatron.training.depths.with_scales",

@@ -58,6 +58,11 @@ class LogitsConfig(Feature):
                 "--qk-clip and --qk-layernorm: norms of queries and keys undo what it does to "
                 "weights; omit one of them [flags-exclude-each-other]"
             )
+        if not any(isinstance(block, Attention) for block in blocks):
+            yield (
+                f"--qk-clip and {facts.say('experimental_attention_variant')}: no layer has "
+                "attention scores; omit one of them [flags-exclude-each-other]"
+            )
 
     def demands(self, config: Config) -> Demands:
         """Scores of all attention."""

@@ -2,20 +2,25 @@
 formula, the state that generation keeps, what the flags refuse."""
 
 import math
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.arguments import config_from
 from megatron.config.muon import MuonConfig, stacks
 from megatron.config.plan.parameters import parameter_table
+from megatron.config.tree import Config
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.engine import Engine, Request
 from megatron.inference.sampling import Sampling
-from megatron.kernels.delta_rule import CHUNK, _in_chunks, causal_conv
+from megatron.kernels.delta_rule import CHUNK, _by_fla, _in_chunks, causal_conv
+from megatron.kernels.select import kernel_table
 from megatron.model.blocks.module import LayerInputs
 from tests.core.config.checks.checked_flags import BASE, checked
-from tests.core.model.tiny import loss_and_grads, tiny_config, tiny_model, tokens
+from tests.core.model.tiny import DEFAULTS, loss_and_grads, tiny_config, tiny_model, tokens
 from tests.problems import assert_problem
 
 KEYS, VALUES, KEY, VALUE, TAPS, HIDDEN = 2, 4, 6, 5, 4, 32
@@ -164,6 +169,49 @@ def test_documents_do_not_see_each_other():
     y = model.decoder.layers["0"].self_attention(x, LayerInputs(document_ids=ids), {})
     (grad,) = torch.autograd.grad(y.transpose(0, 1)[ids == 1].square().sum(), x)
     assert grad.transpose(0, 1)[ids == 0].abs().max() < 1e-13 < grad.abs().max()
+
+
+def stand_in(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+):
+    """flash-linear-attention's chunk_gated_delta_rule, by the recurrence; states by value head."""
+    assert scale is None and use_qk_l2norm_in_kernel and output_final_state
+    assert len({t.dtype for t in (q, k, v, beta)}) == 1 and g.dtype in (
+        torch.float32,
+        torch.float64,
+    )
+    assert q.shape[2] == v.shape[2] and (cu_seqlens is None or (len(q) == 1 and cu_seqlens[0] == 0))
+    ids = None
+    if cu_seqlens is not None:
+        ids = (torch.arange(q.shape[1]) >= cu_seqlens[1:, None]).sum(0).unsqueeze(0)
+    state = None if initial_state is None else initial_state.unsqueeze(2)
+    y, last = recurrence(q, k, v, g, beta, ids, state)
+    return y, last.squeeze(2)
+
+
+@pytest.mark.parametrize("borders", [None, (0, 5, 20)], ids=["a state", "documents"])
+def test_flash_linear_attention_is_asked_for_the_same(borders, monkeypatch):
+    name = "fla.ops.gated_delta_rule"
+    for module in ("fla", "fla.ops", name):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    sys.modules[name].chunk_gated_delta_rule = stand_in
+    inputs = problem(29)
+    ids = None if borders is None else ids_of(*borders, s=29)
+    state = None if borders else draw(2, 2, 2, 6, 5, seed=8)
+    for got, want in zip(
+        _by_fla(*inputs, ids, state), _in_chunks(*inputs, ids, state), strict=True
+    ):
+        if borders is None or got is not None and got.dim() == 4:
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("taps", [1, 2, 5])
@@ -335,6 +383,21 @@ def test_the_flags(flags, code):
     assert bool(problems) == (code is not None), problems
     if code is not None:
         assert any(code in problem for problem in problems), problems
+
+
+def test_scores_are_clipped_where_there_are_some():
+    clip = f"{NAMES} --qk-clip --optimizer muon --muon-momentum 0.95"
+    assert checked(clip, base=BASE)[0] == []
+    problems, _ = checked(f"{clip} --linear-attention-freq [1,1]", base=BASE)
+    assert_problem(problems[0], "flags-exclude-each-other", "--qk-clip")
+
+
+def test_the_table_of_kernels_has_the_rule():
+    for flags, rules in ((HYBRID, 2), ({}, 0)):
+        config = config_from(Config, DEFAULTS | flags | dict(device="cpu"))
+        rows = kernel_table(torch.device("cpu"), torch.float32, config)
+        found = [row for row in rows if row.operation == "gated delta rule"]
+        assert len(found) == rules and (not rules or [row.on for row in found] == [True, False])
 
 
 def test_flags_that_need_each_other():

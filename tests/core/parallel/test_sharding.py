@@ -41,7 +41,7 @@ def filled(spec, ctx=None, seed=1234, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("shape, split", [((12, 10), 0), ((6, 12), 1), ((2, 12, 7), 1)])
-@pytest.mark.parametrize("init", ["normal", "xavier_uniform"])
+@pytest.mark.parametrize("init", ["normal", "xavier_uniform", "uniform"])
 def test_slices_of_every_layout_join_to_the_whole(shape, split, init):
     spec = ParameterSpec("decoder.layers.7.x.weight", shape, (("tp", split),), init, 0.02)
     whole = filled(spec)

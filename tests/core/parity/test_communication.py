@@ -27,6 +27,7 @@ from megatron.features.registry import RunConfig
 from tests import recorder
 from tests.core.parity.layouts import (
     LAYOUT,
+    GATED_DELTA,
     LEVELS,
     MLA,
     MTP,
@@ -431,6 +432,10 @@ MORE = {
         6, (PP, "3", TP, "2", SP, LAYOUT, "Ett|mm|L", *MTP), {}
     ),
     "tp2 sp, latent attention": Case(2, (TP, "2", SP, *MLA), {}),
+    "tp2 sp, gated delta nets": Case(2, (TP, "2", SP, *GATED_DELTA), {}),
+    "tp2 pp2, gated delta nets, full recompute": Case(
+        4, (TP, "2", PP, "2", *GATED_DELTA, *FULL, "1"), {}
+    ),
     "tp2, latent attention, up projections again": Case(2, (TP, "2", *MLA, *UP_AGAIN), {}),
     "cp2 tp2 sp, latent attention, latents and core again": Case(
         4, (CP, "2", TP, "2", SP, *MLA, *UP_AGAIN, "core_attn"), {}

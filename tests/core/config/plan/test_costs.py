@@ -60,6 +60,14 @@ MLA = LLAMA | dict(
     v_head_dim=12,
     qk_layernorm=True,
 )
+DELTA = LLAMA | dict(
+    experimental_attention_variant="gated_delta_net",
+    linear_attention_freq="[1,1,1,1]",
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=16,
+)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 WITHIN = 0.02  # of the measured bytes
 
@@ -156,6 +164,8 @@ MODELS = {
     "latent attention, LayerNorm, queries of hidden states": MLA
     | dict(q_lora_rank=None, normalization="LayerNorm"),
     "latent attention without norms": MLA | dict(qk_layernorm=False),
+    "gated delta nets": DELTA,
+    "gated delta nets, bf16": DELTA | dict(bf16=True, linear_attention_freq="[1,0,1,1]"),
     "multi-token prediction": LLAMA | dict(mtp_num_layers=2),
     "multi-token prediction, LayerNorm, bf16": dict(
         mtp_num_layers=1, position_embedding_type="rope", bf16=True
@@ -254,6 +264,7 @@ def test_a_plan_is_of_the_device_that_a_run_here_would_have(monkeypatch, flags, 
         (LLAMA | FULL, True),
         (RECOMPUTE["selective"], False),
         (MLA, True),
+        (DELTA, True),
         (MLA, False),
         (RECOMPUTE["latents"], True),
         (LLAMA | dict(mtp_num_layers=2), False),
