@@ -230,9 +230,10 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
         for matrix, std in zip(values, sharding.std, strict=True):
             matrix.normal_(0.0, std, generator=generator)
         return values
-    if sharding.init == "uniform":
-        return values.uniform_(-sharding.std, sharding.std, generator=generator)
-    if sharding.init == "log_uniform":
+    if sharding.init in ("uniform", "log_uniform"):
+        assert not isinstance(sharding.std, tuple), sharding
+        if sharding.init == "uniform":
+            return values.uniform_(-sharding.std, sharding.std, generator=generator)
         return values.uniform_(1.0, sharding.std, generator=generator).log_()
     assert sharding.init == "xavier_uniform", (
         f"{sharding.name}: no such initialisation as {sharding.init!r}"
