@@ -118,9 +118,9 @@ def _by_fla(
     b, _, n, _ = q.shape
     shared = v.shape[2] // n
     q, k = (x.repeat_interleave(shared, 2) for x in (q, k))
-    tensors, ends = (q, k, v, g, beta.to(q.dtype)), None
+    tensors, ends = [q, k, v, g, beta.to(q.dtype)], None
     if document_ids is not None:  # all samples are a row of documents
-        tensors = tuple(x.flatten(0, 1).unsqueeze(0) for x in tensors)
+        tensors = [x.flatten(0, 1).unsqueeze(0) for x in tensors]
         ends = cumulative_lengths(document_ids).long()
     y, last = chunk_gated_delta_rule(
         *tensors,

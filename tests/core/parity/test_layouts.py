@@ -24,6 +24,7 @@ from tests.core.parity.layouts import (
     CHUNKS,
     CP,
     DEEP,
+    DELTA_MOE,
     DISTRIBUTED,
     DOCUMENTS,
     DROPOUT,
@@ -486,6 +487,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             ((1, ()), (2, (PP, "2")), (4, (CP, "2", EP, "2", *DISTRIBUTED))),
         ),
         (
+            (*DELTA_MOE, *DOCUMENTS),
+            (TP, "2", SP, ETP, "1"),
+            "2 ranks (tensor 2)",
+            ((1, ()), (2, (PP, "2")), (2, (EP, "2", *A2A, *DISTRIBUTED))),
+        ),
+        (
             (*MTP, *DOCUMENTS),
             (PP, "2", LAYOUT, "Ett|mmL"),
             "2 ranks (pipeline 2)",
@@ -502,6 +509,7 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
         "gpt-oss",
         "Gemma 3",
         "latent attention",
+        "gated delta nets",
         "multi-token prediction",
     ],
 )
