@@ -26,8 +26,8 @@ from megatron.config.plan.plan import embedding_stages, make_plan
 from megatron.features.registry import RunConfig
 from tests import recorder
 from tests.core.parity.layouts import (
-    LAYOUT,
     GATED_DELTA,
+    LAYOUT,
     LEVELS,
     MLA,
     MTP,
