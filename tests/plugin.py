@@ -80,9 +80,8 @@ def is_allowed(reason: str, peers_required: bool, marked: bool) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Of the quick tests one more than there are processors: some wait, for a disk or a clock."""
-    quick = "not campaign" in config.option.markexpr
-    return (os.cpu_count() or 1) + 1 if quick else None
+    """One more than there are processors: some tests wait, for a disk, a clock or another process."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -143,14 +143,7 @@ DRAW = ["tools/draw_schedule.py", "--pipeline-model-parallel-size=2", "--num-mic
 @pytest.mark.parametrize(
     "words",
     [
-        *(
-            pytest.param(
-                [f"tools/{name}.py", "--help"],
-                id=name,
-                marks=[pytest.mark.campaign] * (name not in INSTALLED[:2]),
-            )
-            for name in INSTALLED
-        ),
+        *(pytest.param([f"tools/{name}.py", "--help"], id=name) for name in INSTALLED[:2]),
         pytest.param(["pretrain_gpt.py", "--help"], id="pretrain_gpt"),
         pytest.param([*COMMAND, "--version"], id="megatron-tools"),
         pytest.param([*COMMAND, "generate", "--help"], id="megatron-tools generate"),

@@ -216,9 +216,10 @@ def check_sources(prefix: Path, expected: list[Document], in_parts: bool) -> Non
 
 SEEDS = [
     *range(6),
-    *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(6, 40)),
+    *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(6, 18)),
     *(pytest.param(seed, marks=pytest.mark.peers) for seed in range(40, 44)),
-    *(pytest.param(n, marks=[pytest.mark.peers, pytest.mark.campaign]) for n in range(44, 48)),
+    *(pytest.param(n, marks=[pytest.mark.peers, pytest.mark.campaign]) for n in range(44, 46)),
+    *(pytest.param(seed, marks=[pytest.mark.peers, pytest.mark.sweep]) for seed in range(50, 99)),
 ]
 
 

@@ -39,16 +39,18 @@ def peak_of(folder, words: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        pytest.param(4e8, {"width": 512, "vocab": 4096}, id="0.4GB", marks=pytest.mark.campaign),
+        pytest.param(4e8, {"width": 512, "vocab": 4096}, id="0.4GB"),
         pytest.param(2e9, {}, id="2GB", marks=pytest.mark.sweep),
     ],
 )
 def test_three_of_the_largest_tensor_and_500_mb(size, shape, tmp_path):
     """What torch alone takes and the whole of the smaller model would be more."""
     limit = 3 * make_model(tmp_path / "hf", size, **shape) + ALLOWED
-    peaks = {words: peak_of(tmp_path, words) for words in CONVERSIONS}
+    conversions = CONVERSIONS if size > 1e9 else CONVERSIONS[:2]
+    peaks = {words: peak_of(tmp_path, words) for words in conversions}
     assert {words: peak for words, peak in peaks.items() if peak > limit} == {}
     assert min(peaks.values()) + size > limit + 1e8, "the limit does not show a whole model"

@@ -47,7 +47,7 @@ COUNTED = dict(consumed_train_samples=12, consumed_valid_samples=0)
     ("sharding", "name", "layout"),
     [
         pytest.param("fully_reshardable", "llama", (2, 2), marks=pytest.mark.campaign),
-        pytest.param("dp_reshardable", "gpt2", (2, 2), marks=pytest.mark.campaign),
+        pytest.param("dp_reshardable", "gpt2", (2, 2), marks=pytest.mark.sweep),
         pytest.param("dp_reshardable", "llama", (2, 2), marks=pytest.mark.sweep),
         # without Transformer Engine its tensor ranks do not sum the gradient of the rotary key
         pytest.param("fully_reshardable", "latent attention", (1, 2), marks=pytest.mark.sweep),

@@ -115,7 +115,7 @@ def test_answers_that_fail_are_asked_for_again(
     )
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_killed_run_goes_on_with_what_it_fetched(
     bucket: tuple[str, Proxy], corpus: str, tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from tests.forkrun import ROOT, run_ranks
 QUICK = 5  # damaged inputs of each kind
 COUNTS = [
     pytest.param(QUICK, 0, id="quick"),
-    *(pytest.param(15, part, id=f"15-{part}", marks=pytest.mark.campaign) for part in range(4)),
     *(pytest.param(3000, part, id=f"3000-{part}", marks=pytest.mark.sweep) for part in range(4)),
 ]
 

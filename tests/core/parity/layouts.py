@@ -342,62 +342,36 @@ CASES = {
 }
 CAMPAIGN = {
     "dp2, ZeRO-2": Case(GPT2, 2, ZERO2),
-    "dp2, ZeRO-2, no overlap": Case(UNTIED, 2, ZERO2[:2]),
-    "dp2, ZeRO-3, no overlap, full recompute": Case(UNTIED, 2, ZERO3[:2], only=FULL),
     "dp2, ZeRO-3, 4 micro-batches, two layers recomputed together": Case(
         (*LLAMA, *DEEP), 2, (*ZERO3, "--micro-batch-size", "1"), only=with_flags(FULL, *TWO_LAYERS)
     ),
-    "dp2, ZeRO-3, selective recompute": Case(UNTIED, 2, ZERO3, only=SELECTIVE),
     "dp2, ZeRO-3, latent attention, latents alone kept": Case(MLA, 2, ZERO3, only=UP_AGAIN),
     "dp2, ZeRO-3 in 2 instances": Case(GPT2, 2, (*ZERO3, *INSTANCES)),
-    "dp2, ZeRO-2 in 2 instances": Case(GPT2, 2, (*ZERO2, *INSTANCES)),
-    "dp4, ZeRO-2 in 2 instances": Case(UNTIED, 4, (*ZERO2, *INSTANCES, "--micro-batch-size", "1")),
     "dp4, ZeRO-3 in 2 instances": Case(GPT2, 4, (*ZERO3, *INSTANCES, "--micro-batch-size", "1")),
     "tp2 sp, ZeRO-3": Case(GPT2, 2, (TP, "2", SP, *ZERO3)),
-    "tp2 sp dp2, ZeRO-2": Case(GPT2, 4, (TP, "2", SP, *ZERO2)),
     "tp2 sp dp2, ZeRO-3": Case(LLAMA, 4, (TP, "2", SP, *ZERO3)),
-    "pp2 dp2, ZeRO-2": Case(GPT2, 4, (PP, "2", *ZERO2)),
     "pp2 dp2, ZeRO-3": Case(GPT2, 4, (PP, "2", *ZERO3)),
-    "pp2 vpp2 dp2, ZeRO-2": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *ZERO2)),
     "pp2 vpp2 dp2, ZeRO-3": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *ZERO3)),
-    "cp2 dp2, ZeRO-2": Case(UNTIED, 4, (CP, "2", *ZERO2)),
     "cp2, ZeRO-3": Case(WINDOWS, 2, (CP, "2", *ZERO3)),
     "cp2 a2a dp2, ZeRO-3, windows": Case(WINDOWS, 4, (CP, "2", *HEADS, *ZERO3)),
     "ep2, all-to-all, experts, ZeRO-2": Case(MOE, 2, (EP, "2", *A2A, *ZERO2)),
     "ep2 dp2, all-to-all, experts, ZeRO-3": Case(MOE, 4, (EP, "2", *A2A, *ZERO3)),
     "ep2 dp2, experts, ZeRO-3 in 2 instances": Case(EP_MOE, 4, (EP, "2", *ZERO3, *INSTANCES)),
-    "dp2, ZeRO-2, Muon": muon(LLAMA, 2, ZERO2),
     "dp2, ZeRO-3, Muon": muon(LLAMA, 2, ZERO3),
-    "tp2 sp dp2, ZeRO-3, Muon": muon(LLAMA, 4, (TP, "2", SP, *ZERO3)),
     "etp1 ep2 tp2 sp dp2, all-to-all, ZeRO-3, Muon, experts": muon(
         EP_MOE, 4, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *ZERO3)
     ),
-    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
-    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
-    "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
-    "tp2 sp, windows": Case(WINDOWS, 2, (TP, "2", SP)),
     "cp4, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4")),
-    "cp2, windows, all_gather": Case(WINDOWS, 2, (CP, "2", *GATHER), only=SELECTIVE),
-    "dp2, distributed optimizer, overlap, windows": Case(WINDOWS, 2, OVERLAP),
     "pp3, windows": Case(WINDOWS, 3, (PP, "3")),
     "cp2 ep2, windows, experts": Case((*MOE, *WINDOW), 2, (CP, "2", EP, "2", *A2A)),
     "tp2 sp, sinks, caps": Case(SCORES, 2, (TP, "2", SP), only=FULL),
-    "cp4, sinks, caps, masked documents": Case((*UNTIED, *SINKS, *CAPS), 4, (CP, "4")),
     "cp2 all_gather, a score of 0, selective recompute": Case(
         (*LLAMA, "--softmax-type", "off-by-one"), 2, (CP, "2", *GATHER), only=SELECTIVE
     ),
-    "dp2, distributed optimizer, overlap, sinks, caps": Case(SCORES, 2, OVERLAP),
-    "pp2, sinks, caps": Case(SCORES, 2, (PP, "2")),
     "cp2 ep2, sinks, caps, experts": Case((*MOE, *SINKS, *CAPS), 2, (CP, "2", EP, "2", *A2A)),
     "tp2 sp, sinks, caps, Muon": muon(SCORES, 2, (TP, "2", SP)),
     "tp2, latent attention": Case(MLA, 2, (TP, "2")),
     "tp4 sp, latent attention, latents alone kept": Case(MLA, 4, (TP, "4", SP), only=UP_AGAIN),
-    "cp2 tp2, latent attention, latents and core": Case(
-        MLA, 4, (CP, "2", TP, "2"), only=(*UP_AGAIN, "core_attn")
-    ),
-    "cp2 all_gather, latent attention, masked documents": Case(
-        (*MLA, "--reset-attention-mask", "--reset-position-ids"), 2, (CP, "2", *GATHER)
-    ),
     "pp2, latent attention": Case(MLA, 2, (PP, "2")),
     "tp4, gated delta nets": Case((*LLAMA, *DELTA), 4, (TP, "4"), only=FULL),
     "pp2, gated delta nets, masked documents": Case(GATED_DELTA, 2, (PP, "2")),
@@ -413,7 +387,6 @@ CAMPAIGN = {
         DELTA_MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED)
     ),
     "tp2 sp, gated delta nets, Muon": muon((*LLAMA, *DELTA), 2, (TP, "2", SP)),
-    "tp2 sp, multi-token prediction": Case(MTP, 2, (TP, "2", SP)),
     "tp2, multi-token prediction, dp2": Case((*MTP, *DOCUMENTS), 4, (TP, "2")),
     "pp2, multi-token prediction, layout Ett|mmL": Case(
         MTP, 2, (PP, "2", LAYOUT, "Ett|mmL"), only=FULL
@@ -434,18 +407,12 @@ CAMPAIGN = {
     "cp2 tp2 sp, multi-token prediction, masked documents": Case(
         (*MTP, *DOCUMENTS), 4, (CP, "2", TP, "2", SP)
     ),
-    "dp2, distributed optimizer, overlap, multi-token prediction": Case(
-        (*MTP, *DOCUMENTS), 2, OVERLAP
-    ),
-    "ep2, all-to-all, experts, multi-token prediction": Case(MTP_MOE, 2, (EP, "2", *A2A)),
     "ep2 pp2, all-to-all, experts, multi-token prediction, distributed optimizer": Case(
         MTP_MOE, 4, (EP, "2", *A2A, PP, "2", *OVERLAP)
     ),
-    "tp2 sp, multi-token prediction, Muon": muon(MTP, 2, (TP, "2", SP)),
     "pp2 vpp2, latent attention, full recompute": Case(
         (*MLA, *DEEP), 2, (PP, "2", CHUNKS, "2"), only=FULL
     ),
-    "dp2, distributed optimizer, overlap, latent attention": Case(MLA, 2, OVERLAP),
     "tp2 sp dp2, distributed optimizer, latent attention, LayerNorm, queries of hidden states": Case(
         tuple(
             word
@@ -455,7 +422,6 @@ CAMPAIGN = {
         4,
         (TP, "2", SP, *DISTRIBUTED),
     ),
-    "tp2 sp, latent attention, Muon": muon(MLA, 2, (TP, "2", SP)),
     "ep2 cp2, all-to-all, experts, latent attention": Case(MLA_MOE, 2, (EP, "2", *A2A, CP, "2")),
     "pp2 dp2, distributed optimizer, overlap, experts, latent attention": Case(
         MLA_MOE, 4, (PP, "2", *OVERLAP)
@@ -464,20 +430,8 @@ CAMPAIGN = {
     "ep2 pp2, all-to-all, experts, Hunyuan, ERNIE": Case(
         HUNYUAN, 4, (EP, "2", *A2A, PP, "2"), only=FULL
     ),
-    "dp2, distributed optimizer, overlap, experts, Hunyuan, ERNIE": Case(HUNYUAN, 2, OVERLAP),
     "cp2 tp2 sp, Gemma 3": Case(GEMMA, 4, (CP, "2", TP, "2", SP), only=FULL),
-    "dp2, distributed optimizer, overlap, Gemma 3": Case(GEMMA, 2, OVERLAP),
-    "cp2 all_gather, Gemma 3, selective recompute": Case(
-        GEMMA, 2, (CP, "2", *GATHER), only=SELECTIVE
-    ),
-    "tp2 sp, Gemma 3, Muon": muon(GEMMA, 2, (TP, "2", SP)),
-    "tp2, experts, gpt-oss": Case(GPT_OSS, 2, (TP, "2")),
     "pp2, experts, gpt-oss": Case(GPT_OSS, 2, (PP, "2"), only=FULL),
-    "cp2, experts, gpt-oss": Case(GPT_OSS, 2, (CP, "2")),
-    "dp2, distributed optimizer, overlap, experts, gpt-oss": Case(GPT_OSS, 2, OVERLAP),
-    "etp2 ep2 dp4, all-gather, distributed optimizer, experts, gpt-oss": Case(
-        GPT_OSS, 4, (ETP, "2", EP, "2", *DISTRIBUTED)
-    ),
     "etp1 ep2 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts, gpt-oss": Case(
         GPT_OSS, 4, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *OVERLAP)
     ),
@@ -492,23 +446,8 @@ CAMPAIGN = {
         (PP, "2", CHUNKS, "2"),
         only=FULL,
     ),
-    "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
     "tp2 sp dp2, fp32": Case(GPT2, 4, (TP, "2", SP), precision=""),
-    "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
-    "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
-    "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE)),
-    "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA": Case(
-        LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE)
-    ),
-    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(
-        GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")
-    ),
-    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32": Case(
-        LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""
-    ),
     "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
-    "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
-    "cp2 a2a": Case(GPT2, 2, (CP, "2", *HEADS)),
     "cp4 a2a, one query group": Case((*MQA,), 4, (CP, "4", *HEADS)),
     "cp2 tp2 sp a2a, two query groups, norms of queries and keys, full recompute": Case(
         (*with_flags(LLAMA, "--num-query-groups", "2"), "--qk-layernorm"),
@@ -521,18 +460,12 @@ CAMPAIGN = {
     "cp2 pp2 vpp2 a2a, untied, masked documents": Case(
         UNTIED + DEEP, 4, (CP, "2", PP, "2", CHUNKS, "2", *HEADS)
     ),
-    "cp2 dp2 a2a, distributed optimizer, overlap": Case(GPT2, 4, (CP, "2", *OVERLAP, *HEADS)),
     "cp2 tp2 sp a2a, latent attention, masked documents": Case(
         (*MLA, "--reset-attention-mask", "--reset-position-ids"),
         4,
         (CP, "2", TP, "2", SP, *HEADS),
     ),
-    "cp2 a2a, latent attention, latents again": Case(
-        MLA, 2, (CP, "2", *HEADS), only=(*UP_AGAIN, "core_attn")
-    ),
     "ep2 cp2 a2a, all-to-all, experts, gpt-oss": Case(GPT_OSS, 2, (EP, "2", *A2A, CP, "2", *HEADS)),
-    "cp2 a2a, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 2, (CP, "2", *HEADS), precision=""),
-    "cp4 a2a+p2p, sinks, caps": Case(SCORES, 4, (CP, "4", *BOTH)),
     "cp4 a2a+p2p, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4", *BOTH)),
     "ep2 cp4 a2a+p2p, all-to-all, experts, latent attention": Case(
         MLA_MOE, 4, (EP, "2", *A2A, CP, "4", *BOTH)
@@ -542,76 +475,31 @@ CAMPAIGN = {
         4,
         (CP, "4", COMM, "p2p", "all_gather", "a2a", "a2a+p2p", *LEVELS),
     ),
-    "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
-    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
-        LLAMA, 4, (CP, "2", TP, "2", SP), precision=""
-    ),
     "pp4 vpp2": Case(DEEPER, 4, (PP, "4", CHUNKS, "2")),
     "pp4 vpp2, no overlap": Case(DEEPER, 4, (PP, "4", CHUNKS, "2", NO_OVERLAP)),
     "tp2 sp pp2": Case(GPT2, 4, (TP, "2", SP, PP, "2")),
-    "pp4, uneven: 1, 2, 2 and 2 layers": Case(ODD, 4, (PP, "4")),
     "pp2 vpp2, uneven: 1 + 2 and 2 + 2 layers": Case(ODD, 2, (PP, "2", CHUNKS, "2")),
-    "pp4, layout E|(tt|)*2,L": Case(DEEP, 4, (PP, "4", LAYOUT, "E|(tt|)*2,L")),
     "tp2 sp pp2 vpp2 dp2, layout E|tt|tt|L, distributed optimizer, overlap": Case(
         DEEP, 8, (TP, "2", SP, PP, "2", LAYOUT, "E|tt|tt|L", *OVERLAP)
     ),
     "pp2 vpp4, layout E|t*2|(t|)*5,L, full recompute": Case(
         ODD, 2, (PP, "2", LAYOUT, "E|t*2|(t|)*5,L"), only=FULL
     ),
-    "pp2 vpp2, embedding and loss counted": Case(
-        ("--num-layers", "6"), 2, (PP, "2", CHUNKS, "2", *COUNTED)
-    ),
-    "pp4, embedding and loss counted, untied, masked documents": Case(
-        UNTIED, 4, (PP, "4", *COUNTED)
-    ),
     "pp2 vpp2, groups of 3 micro-batches": Case(
         DEEP, 2, (PP, "2", CHUNKS, "2", GROUP, "3", "--micro-batch-size", "1")
     ),
-    "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
     "pp2 vpp2, dropout": Case(DEEP + DROPOUT, 2, (PP, "2", CHUNKS, "2")),
-    "tp2 sp dp2, distributed optimizer, overlap, experts": Case(
-        SIGMOID_MOE, 4, (TP, "2", SP, *OVERLAP)
-    ),
-    "cp2 tp2 sp, experts, full recompute": Case(MOE, 4, (CP, "2", TP, "2", SP), only=FULL),
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, experts": Case(
         DEEP_EP_MOE, 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *DISTRIBUTED)
-    ),
-    "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
-        MOE, 4, (*OVERLAP, *INSTANCES)
-    ),
-    "ep4 dp4, all-to-all, distributed optimizer, experts": Case(
-        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
     ),
     "ep2 dp4, distributed optimizer in 2 instances, overlap, experts": Case(
         EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
     ),
-    "ep2 dp4, overlapped gradient reduction, experts": Case(
-        EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
-    ),
-    "ep2 cp2, all-to-all, experts": Case(EP_MOE, 2, (EP, "2", *A2A, CP, "2")),
-    "ep4 cp2 dp2, all-gather, distributed optimizer, experts": Case(
-        EP_MOE, 4, (EP, "4", CP, "2", *DISTRIBUTED)
-    ),
     "ep2 pp2 vpp2 dp2, all-to-all, experts": Case(
         DEEP_EP_MOE, 4, (EP, "2", *A2A, PP, "2", CHUNKS, "2")
     ),
-    "ep2 tp2 sp pp2 dp2, all-to-all, distributed optimizer, overlap, experts": Case(
-        EP_MOE, 8, (EP, "2", *A2A, TP, "2", SP, PP, "2", *OVERLAP)
-    ),
-    "ep2 tp2 sp cp2, all-to-all, experts, full recompute": Case(
-        EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP, CP, "2"), only=FULL
-    ),
     "ep2 tp2 cp2 pp2, experts, stages numbered before replicas": Case(
         EP_MOE, 8, (EP, "2", TP, "2", CP, "2", PP, "2", "--use-tp-pp-dp-mapping")
-    ),
-    "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
-        EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
-    ),
-    "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
-        EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
-    ),
-    "etp2 ep2 dp4, all-to-all, distributed optimizer, experts": Case(
-        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
     ),
     "etp2 ep2 dp8, all-gather, distributed optimizer in 2 instances, overlap, experts": Case(
         (*EP_MOE, "--micro-batch-size", "1"),
@@ -630,61 +518,176 @@ CAMPAIGN = {
     "etp4 tp2 sp cp2, experts, full recompute": Case(
         EP_MOE, 4, (ETP, "4", TP, "2", SP, CP, "2"), only=FULL
     ),
-    "etp1 ep2 tp2 sp cp2 pp2 vpp2, all-to-all, experts": Case(
-        DEEP_EP_MOE,
-        8,
-        (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
-    ),
-    "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
     "tp2 cp2 pp2, options of families": Case(OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), only=FULL),
-    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(
-        UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")
-    ),
     "tp2 sp dp2, distributed optimizer, overlap, rotary swiglu RMSNorm GQA": Case(
         LLAMA, 4, (TP, "2", SP, *OVERLAP)
     ),
     "pp4": Case(DEEP, 4, (PP, "4")),
-    "tp4 sp, Muon": muon(LLAMA, 4, (TP, "4", SP)),
-    "tp4 sp, two query groups, Muon": muon(
-        with_flags(LLAMA, "--num-query-groups", "2"), 4, (TP, "4", SP)
-    ),
-    "tp2, Muon": muon(GPT2, 2, (TP, "2")),
     "tp2 sp, Muon, QKV not split": muon((*LLAMA, "--muon-no-split-qkv"), 2, (TP, "2", SP)),
-    "dp2, Muon": muon(GPT2, 2, ()),
-    "dp2, overlapped gradient reduction, Muon": muon(
-        GPT2, 2, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
-    ),
-    "dp4, distributed optimizer, Muon": muon(LLAMA, 4, DISTRIBUTED),
     "dp4, distributed optimizer in 2 instances, overlap, Muon": muon(
         LLAMA, 4, (*OVERLAP, *INSTANCES)
     ),
-    "cp2, Muon": muon(LLAMA, 2, (CP, "2")),
-    "cp2 dp2, distributed optimizer, Muon": muon(LLAMA, 4, (CP, "2", *DISTRIBUTED)),
-    "pp2, Muon": muon(GPT2, 2, (PP, "2")),
-    "pp2 vpp2, Muon": muon(DEEP, 2, (PP, "2", CHUNKS, "2")),
-    "tp2 sp dp2, distributed optimizer, overlap, Muon": muon(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
-    "tp2 cp2, Muon": muon(LLAMA, 4, (TP, "2", CP, "2")),
     "tp2 sp pp2 vpp2 dp2, distributed optimizer, overlap, Muon": muon(
         (*LLAMA, *DEEP), 8, (TP, "2", SP, PP, "2", CHUNKS, "2", *OVERLAP)
     ),
     "tp2 sp, NorMuon": normuon(LLAMA, 2, (TP, "2", SP)),
     "dp2, distributed optimizer, overlap, NorMuon": normuon(LLAMA, 2, OVERLAP),
-    "pp2, NorMuon": normuon(LLAMA, 2, (PP, "2")),
-    "ep2, all-to-all, Muon, experts": muon(MOE, 2, (EP, "2", *A2A)),
     "ep2, all-to-all, distributed optimizer, NorMuon, experts": normuon(
         EP_MOE, 2, (EP, "2", *A2A, *DISTRIBUTED)
-    ),
-    "tp2 sp, Muon, experts": muon(MOE, 2, (TP, "2", SP)),
-    "etp1 tp2 sp, Muon, experts": muon(EP_MOE, 2, (ETP, "1", TP, "2", SP)),
-    "dp4, distributed optimizer, overlap, Muon, experts": muon(EP_MOE, 4, OVERLAP),
-    "ep4 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
-        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
     ),
     "etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
         EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
     ),
     "ep2 dp4, distributed optimizer in 2 instances, overlap, Muon, experts": muon(
         EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
+    ),
+}
+# Rows of the table that only `make test-all` runs.
+RARE = {
+    "dp2, ZeRO-2, no overlap": Case(UNTIED, 2, ZERO2[:2]),
+    "dp2, ZeRO-3, no overlap, full recompute": Case(UNTIED, 2, ZERO3[:2], only=FULL),
+    "dp2, ZeRO-3, selective recompute": Case(UNTIED, 2, ZERO3, only=SELECTIVE),
+    "dp2, ZeRO-2 in 2 instances": Case(GPT2, 2, (*ZERO2, *INSTANCES)),
+    "dp4, ZeRO-2 in 2 instances": Case(UNTIED, 4, (*ZERO2, *INSTANCES, "--micro-batch-size", "1")),
+    "tp2 sp dp2, ZeRO-2": Case(GPT2, 4, (TP, "2", SP, *ZERO2)),
+    "pp2 dp2, ZeRO-2": Case(GPT2, 4, (PP, "2", *ZERO2)),
+    "pp2 vpp2 dp2, ZeRO-2": Case(DEEP, 4, (PP, "2", CHUNKS, "2", *ZERO2)),
+    "cp2 dp2, ZeRO-2": Case(UNTIED, 4, (CP, "2", *ZERO2)),
+    "dp2, ZeRO-2, Muon": muon(LLAMA, 2, ZERO2),
+    "tp2 sp dp2, ZeRO-3, Muon": muon(LLAMA, 4, (TP, "2", SP, *ZERO3)),
+    "pp2 vpp2": Case(DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "pp2 vpp2, experts": Case(DEEP_MOE, 2, (PP, "2", CHUNKS, "2")),
+    "etp1 ep2 tp2 sp, all-to-all, experts": Case(MOE, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)),
+    "tp2 sp, windows": Case(WINDOWS, 2, (TP, "2", SP)),
+    "cp2, windows, all_gather": Case(WINDOWS, 2, (CP, "2", *GATHER), only=SELECTIVE),
+    "dp2, distributed optimizer, overlap, windows": Case(WINDOWS, 2, OVERLAP),
+    "cp4, sinks, caps, masked documents": Case((*UNTIED, *SINKS, *CAPS), 4, (CP, "4")),
+    "dp2, distributed optimizer, overlap, sinks, caps": Case(SCORES, 2, OVERLAP),
+    "pp2, sinks, caps": Case(SCORES, 2, (PP, "2")),
+    "cp2 tp2, latent attention, latents and core": Case(
+        MLA, 4, (CP, "2", TP, "2"), only=(*UP_AGAIN, "core_attn")
+    ),
+    "cp2 all_gather, latent attention, masked documents": Case(
+        (*MLA, "--reset-attention-mask", "--reset-position-ids"), 2, (CP, "2", *GATHER)
+    ),
+    "tp2 sp, multi-token prediction": Case(MTP, 2, (TP, "2", SP)),
+    "dp2, distributed optimizer, overlap, multi-token prediction": Case(
+        (*MTP, *DOCUMENTS), 2, OVERLAP
+    ),
+    "ep2, all-to-all, experts, multi-token prediction": Case(MTP_MOE, 2, (EP, "2", *A2A)),
+    "tp2 sp, multi-token prediction, Muon": muon(MTP, 2, (TP, "2", SP)),
+    "dp2, distributed optimizer, overlap, latent attention": Case(MLA, 2, OVERLAP),
+    "tp2 sp, latent attention, Muon": muon(MLA, 2, (TP, "2", SP)),
+    "dp2, distributed optimizer, overlap, experts, Hunyuan, ERNIE": Case(HUNYUAN, 2, OVERLAP),
+    "dp2, distributed optimizer, overlap, Gemma 3": Case(GEMMA, 2, OVERLAP),
+    "cp2 all_gather, Gemma 3, selective recompute": Case(
+        GEMMA, 2, (CP, "2", *GATHER), only=SELECTIVE
+    ),
+    "tp2 sp, Gemma 3, Muon": muon(GEMMA, 2, (TP, "2", SP)),
+    "tp2, experts, gpt-oss": Case(GPT_OSS, 2, (TP, "2")),
+    "cp2, experts, gpt-oss": Case(GPT_OSS, 2, (CP, "2")),
+    "dp2, distributed optimizer, overlap, experts, gpt-oss": Case(GPT_OSS, 2, OVERLAP),
+    "etp2 ep2 dp4, all-gather, distributed optimizer, experts, gpt-oss": Case(
+        GPT_OSS, 4, (ETP, "2", EP, "2", *DISTRIBUTED)
+    ),
+    "tp2 sp": Case(GPT2, 2, (TP, "2", SP)),
+    "dp4, distributed optimizer in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES)),
+    "dp4, whole parameters, overlap, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (*OVERLAP, *WHOLE)),
+    "dp4, whole parameters in 2 instances": Case(GPT2, 4, (*DISTRIBUTED, *INSTANCES, *WHOLE)),
+    "tp2 sp dp2, whole parameters, rotary swiglu RMSNorm GQA": Case(
+        LLAMA, 4, (TP, "2", SP, *DISTRIBUTED, *WHOLE)
+    ),
+    "dp2, distributed optimizer, overlap, 1 micro-batch": Case(
+        GPT2, 2, (*OVERLAP, "--micro-batch-size", "4")
+    ),
+    "dp4, distributed optimizer in 2 instances, overlap, rotary swiglu RMSNorm GQA, fp32": Case(
+        LLAMA, 4, (*OVERLAP, *INSTANCES), precision=""
+    ),
+    "cp4, untied, masked documents": Case(UNTIED, 4, (CP, "4")),
+    "cp2 a2a": Case(GPT2, 2, (CP, "2", *HEADS)),
+    "cp2 dp2 a2a, distributed optimizer, overlap": Case(GPT2, 4, (CP, "2", *OVERLAP, *HEADS)),
+    "cp2 a2a, latent attention, latents again": Case(
+        MLA, 2, (CP, "2", *HEADS), only=(*UP_AGAIN, "core_attn")
+    ),
+    "cp2 a2a, rotary swiglu RMSNorm GQA, fp32": Case(LLAMA, 2, (CP, "2", *HEADS), precision=""),
+    "cp4 a2a+p2p, sinks, caps": Case(SCORES, 4, (CP, "4", *BOTH)),
+    "cp2, selective recompute": Case(UNTIED, 2, (CP, "2"), only=SELECTIVE),
+    "cp2 tp2 sp, rotary swiglu RMSNorm GQA, fp32": Case(
+        LLAMA, 4, (CP, "2", TP, "2", SP), precision=""
+    ),
+    "pp4, uneven: 1, 2, 2 and 2 layers": Case(ODD, 4, (PP, "4")),
+    "pp4, layout E|(tt|)*2,L": Case(DEEP, 4, (PP, "4", LAYOUT, "E|(tt|)*2,L")),
+    "pp2 vpp2, embedding and loss counted": Case(
+        ("--num-layers", "6"), 2, (PP, "2", CHUNKS, "2", *COUNTED)
+    ),
+    "pp4, embedding and loss counted, untied, masked documents": Case(
+        UNTIED, 4, (PP, "4", *COUNTED)
+    ),
+    "pp2 vpp2, full recompute": Case(DEEP, 2, (PP, "2", CHUNKS, "2"), only=FULL),
+    "tp2 sp dp2, distributed optimizer, overlap, experts": Case(
+        SIGMOID_MOE, 4, (TP, "2", SP, *OVERLAP)
+    ),
+    "cp2 tp2 sp, experts, full recompute": Case(MOE, 4, (CP, "2", TP, "2", SP), only=FULL),
+    "dp4, distributed optimizer in 2 instances, overlap, experts": Case(
+        MOE, 4, (*OVERLAP, *INSTANCES)
+    ),
+    "ep4 dp4, all-to-all, distributed optimizer, experts": Case(
+        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
+    ),
+    "ep2 dp4, overlapped gradient reduction, experts": Case(
+        EP_MOE, 4, (EP, "2", "--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+    ),
+    "ep2 cp2, all-to-all, experts": Case(EP_MOE, 2, (EP, "2", *A2A, CP, "2")),
+    "ep4 cp2 dp2, all-gather, distributed optimizer, experts": Case(
+        EP_MOE, 4, (EP, "4", CP, "2", *DISTRIBUTED)
+    ),
+    "ep2 tp2 sp pp2 dp2, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 8, (EP, "2", *A2A, TP, "2", SP, PP, "2", *OVERLAP)
+    ),
+    "ep2 tp2 sp cp2, all-to-all, experts, full recompute": Case(
+        EP_MOE, 4, (EP, "2", *A2A, TP, "2", SP, CP, "2"), only=FULL
+    ),
+    "etp1 ep4 tp2 sp dp2, all-to-all, distributed optimizer, overlap, experts": Case(
+        EP_MOE, 4, (ETP, "1", EP, "4", *A2A, TP, "2", SP, *OVERLAP)
+    ),
+    "etp1 tp2 sp dp2, distributed optimizer, experts": Case(
+        EP_MOE, 4, (ETP, "1", TP, "2", SP, *DISTRIBUTED)
+    ),
+    "etp2 ep2 dp4, all-to-all, distributed optimizer, experts": Case(
+        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
+    ),
+    "etp1 ep2 tp2 sp cp2 pp2 vpp2, all-to-all, experts": Case(
+        DEEP_EP_MOE,
+        8,
+        (ETP, "1", EP, "2", *A2A, TP, "2", SP, CP, "2", PP, "2", CHUNKS, "2"),
+    ),
+    "ep2 dp2, all-to-all, experts, fp32": Case(EP_MOE, 2, (EP, "2", *A2A), precision=""),
+    "cp2 tp2 sp pp2 vpp2, untied, masked documents": Case(
+        UNTIED + DEEP, 8, (CP, "2", TP, "2", SP, PP, "2", CHUNKS, "2")
+    ),
+    "tp4 sp, Muon": muon(LLAMA, 4, (TP, "4", SP)),
+    "tp4 sp, two query groups, Muon": muon(
+        with_flags(LLAMA, "--num-query-groups", "2"), 4, (TP, "4", SP)
+    ),
+    "tp2, Muon": muon(GPT2, 2, (TP, "2")),
+    "dp2, Muon": muon(GPT2, 2, ()),
+    "dp2, overlapped gradient reduction, Muon": muon(
+        GPT2, 2, ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
+    ),
+    "dp4, distributed optimizer, Muon": muon(LLAMA, 4, DISTRIBUTED),
+    "cp2, Muon": muon(LLAMA, 2, (CP, "2")),
+    "cp2 dp2, distributed optimizer, Muon": muon(LLAMA, 4, (CP, "2", *DISTRIBUTED)),
+    "pp2, Muon": muon(GPT2, 2, (PP, "2")),
+    "pp2 vpp2, Muon": muon(DEEP, 2, (PP, "2", CHUNKS, "2")),
+    "tp2 sp dp2, distributed optimizer, overlap, Muon": muon(LLAMA, 4, (TP, "2", SP, *OVERLAP)),
+    "tp2 cp2, Muon": muon(LLAMA, 4, (TP, "2", CP, "2")),
+    "pp2, NorMuon": normuon(LLAMA, 2, (PP, "2")),
+    "ep2, all-to-all, Muon, experts": muon(MOE, 2, (EP, "2", *A2A)),
+    "tp2 sp, Muon, experts": muon(MOE, 2, (TP, "2", SP)),
+    "etp1 tp2 sp, Muon, experts": muon(EP_MOE, 2, (ETP, "1", TP, "2", SP)),
+    "dp4, distributed optimizer, overlap, Muon, experts": muon(EP_MOE, 4, OVERLAP),
+    "ep4 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
+        EP_MOE, 4, (EP, "4", *A2A, *DISTRIBUTED)
     ),
 }
 SWEEP = {
@@ -780,7 +783,7 @@ SWEEP = {
     "cp2 pp2": Case(GPT2, 4, (CP, "2", PP, "2")),
     "pp2, fp32": Case(GPT2, 2, (PP, "2"), precision=""),
 }
-LAYOUTS = CASES | CAMPAIGN | SWEEP
+LAYOUTS = CASES | CAMPAIGN | RARE | SWEEP
 
 
 def argv(data: str, model: tuple[str, ...], steps: int, *more: str) -> list[str]:

@@ -55,7 +55,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {  # name: (ranks, flags)
 }
 QUICK = [("tp2 sp", "pp2 vpp2")]
 NAMES = list(LAYOUTS)
-CAMPAIGN = [(NAMES[n], NAMES[(n + 11) % len(NAMES)]) for n in range(0, len(NAMES), 6)]
+CAMPAIGN = [(NAMES[n], NAMES[(n + 11) % len(NAMES)]) for n in range(0, len(NAMES), 12)]
 
 Writer = Callable[[str], Finished]
 

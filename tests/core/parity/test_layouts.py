@@ -45,6 +45,7 @@ from tests.core.parity.layouts import (
     MTP,
     OVERLAP,
     PP,
+    RARE,
     SCORES,
     SELECTIVE,
     SP,
@@ -69,9 +70,9 @@ Largest relative difference from a single-process run, over all steps of complet
 (float64 unless noted). Abbreviations: tp tensor, sp sequence, cp context, pp pipeline, dp data parallelism; vpp virtual
 pipeline stages; the number is the size.
 
-`pytest -m "not sweep" tests/core/parity/test_layouts.py` writes this page; `make test` and `make test-ci` run the same
-layouts. They fail if a difference exceeds 1e-10 (float32: 1e-5 for the loss, 1e-3 for the gradient norm). `make test-all`
-runs more (`SWEEP` in tests/core/parity/layouts.py).
+`pytest -m "" tests/core/parity/test_layouts.py` writes this page; `make test` and `make test-ci` run some of the layouts,
+`make test-all` these and more (`RARE` and `SWEEP` in tests/core/parity/layouts.py). They fail if a difference exceeds 1e-10
+(float32: 1e-5 for the loss, 1e-3 for the gradient norm).
 
 | layout | ranks | steps | loss | gradient norm |
 |---|---|---|---|---|
@@ -146,7 +147,7 @@ def table() -> Iterator[Table]:
     """The differences by layout; those of all that CI has make the page."""
     found: Table = {}
     yield found
-    often = CASES | CAMPAIGN
+    often = CASES | CAMPAIGN | RARE
     if found.keys() >= often.keys():
         tables = {False: HEAD, True: EXPERTS}
         for name, case in often.items():
@@ -272,7 +273,7 @@ QUICK = (
 
 def mark(name: str) -> tuple[pytest.MarkDecorator, ...]:
     """The tier of a layout."""
-    if name in SWEEP:
+    if name in RARE | SWEEP:
         return (pytest.mark.sweep,)
     return () if name in QUICK else (pytest.mark.campaign,)
 
@@ -438,11 +439,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             "2 ranks (context 2)",
             ((1, ()), (4, (TP, "2", SP, CP, "2")), (3, (PP, "3"))),
         ),
-        (
+        pytest.param(
             UNTIED,
             (CP, "2"),
             "2 ranks (context 2)",
             ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER))),
+            marks=pytest.mark.sweep,
         ),
         (
             SCORES,
@@ -450,11 +452,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             "2 ranks (tensor 2)",
             ((1, ()), (4, (TP, "4", SP)), (2, (CP, "2", *DISTRIBUTED))),
         ),
-        (
+        pytest.param(
             MOE,
             (TP, "2", SP),
             "2 ranks (tensor 2)",
             ((1, ()), (4, (TP, "2", SP, PP, "2")), (4, (CP, "2", *DISTRIBUTED))),
+            marks=pytest.mark.sweep,
         ),
         (
             EP_MOE,
@@ -462,11 +465,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             "4 ranks (data 4)",
             ((1, ()), (4, (TP, "2", SP, PP, "2")), (2, (EP, "2", *A2A, *OVERLAP))),
         ),
-        (
+        pytest.param(
             EP_MOE,
             (ETP, "1", TP, "2", SP, *DISTRIBUTED),
             "2 ranks (tensor 2)",
             ((4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)), (4, (ETP, "4", TP, "2", SP))),
+            marks=pytest.mark.sweep,
         ),
         (
             GPT_OSS,

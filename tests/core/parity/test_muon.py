@@ -45,14 +45,15 @@ EXPERTS = {
         (ETP, "1", EP, "2", *A2A, TP, "2", SP, *DISTRIBUTED),
     ),
 }
+TWICE = "dp4, distributed optimizer in 2 instances, overlap"
 QUICK = "one"  # and to the numbers of "tp2 sp"
 NEURONS = ("--muon-neuron-beta2", "0.95")
 
 
-def cases(layouts: dict) -> list:
-    """The layouts; all but the quick one only in CI's slow part."""
-    marks = {name: () if name == QUICK else pytest.mark.campaign for name in layouts}
-    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+def cases(layouts: dict, often: tuple[str, ...]) -> list:
+    """The layouts; all but the quick one only in CI's slow part, or in the sweep."""
+    marks = {name: pytest.mark.campaign if name in often else pytest.mark.sweep for name in layouts}
+    return [pytest.param(name, marks=() if name == QUICK else marks[name]) for name in marks]
 
 
 @pytest.fixture(scope="module")
@@ -94,23 +95,23 @@ def killed_and_resumed(
         assert change <= 1e-10 * tensor.abs().max(), tensor_name
 
 
-@pytest.mark.parametrize("name", cases(DENSE))
+@pytest.mark.parametrize("name", cases(DENSE, ("pp2", "cp2", TWICE)))
 def test_a_killed_run_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed(LLAMA, DENSE, name, data, tmp_path)
 
 
-@pytest.mark.parametrize("name", cases(EXPERTS))
+@pytest.mark.parametrize("name", cases(EXPERTS, ("ep2, distributed optimizer",)))
 def test_a_killed_run_of_experts_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed(EP_MOE, EXPERTS, name, data, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tp2 sp"])
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", DENSE)
 def test_a_killed_run_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed((*LLAMA, *NEURONS), DENSE, name, data, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["etp1 ep2 tp2 sp, distributed optimizer"])
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", EXPERTS)
 def test_a_killed_run_of_experts_with_normuon_resumes_as_if_it_had_not_been(name, data, tmp_path):
     killed_and_resumed((*EP_MOE, *NEURONS), EXPERTS, name, data, tmp_path)

@@ -48,7 +48,6 @@ RECIPES = recipes()
 # Those of CI; the others are in the sweep.
 OFTEN = (
     "CI recipe, interleaved stages with everything overlapped",
-    "CI recipe, context parallel, replicas numbered last",
     "Llama 3 8B in FP8",
 )
 

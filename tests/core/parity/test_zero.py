@@ -136,11 +136,9 @@ def test_ranks_hold_what_the_plan_says(name, data, tmp_path):
     [
         pytest.param(more, marks=pytest.mark.campaign)
         for more in (
-            ("--bf16",),
             (),
             (*FULL,),
             ("--bf16", "--use-precision-aware-optimizer"),
-            ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
             ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
         )
     ],

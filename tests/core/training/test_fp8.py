@@ -28,6 +28,10 @@ DELAYED = [
 ]
 TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+RECIPES = [
+    pytest.param(DELAYED, id="delayed", marks=pytest.mark.campaign),
+    pytest.param(TENSORWISE, id="tensorwise", marks=pytest.mark.sweep),
+]
 
 
 def saving(folder, *flags):
@@ -72,8 +76,7 @@ def test_scales_begin_anew_where_a_checkpoint_has_none(tmp_path):
     assert train(tmp_path / "without", argv).rows[-1]["iteration"] == 16  # and without fp8 again
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
     """Equal scales leave only the order of fp32 sums, and the casts that it tips over; recompute
     repeats every bit."""
@@ -106,8 +109,7 @@ def test_layouts_and_recompute_give_the_same(tmp_path, recipe):
             )
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_sinks_and_windows_beside_casts(tmp_path, recipe):
     """Attention takes what the cast layers give: sinks train, alike in each layout."""
     options = "--softmax-type learnable --window-size 8 0 --window-attn-skip-freq 2".split()
@@ -145,8 +147,7 @@ EXPERTS = (
 ).split()
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE], ids=["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_in_every_layout_and_with_recompute(tmp_path, recipe):
     """As dense layers: scales of all experts of a layer, equal on all ranks."""
     argv = [*with_flags(RUN, *EXPERTS), *recipe]
@@ -255,11 +256,7 @@ OVERLAP = (
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    "flags",
-    [OVERLAP, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]],
-    ids=["overlap", "tp"],
-)
+@pytest.mark.parametrize("flags", [OVERLAP], ids=["overlap"])
 def test_kept_casts_are_those_of_the_weights(tmp_path, flags):
     """Over weights that other ranks update and a load writes, with evaluations between."""
     runs = []

@@ -268,6 +268,7 @@ LAYOUTS = {
     "pp 2": (2, (PP, "2")),
     "tp 2, pp 2": (4, (TP, "2", PP, "2", SP)),
 }
+OFTEN = ("dp 4, distributed optimizer", "tp 2", "cp 2", "tp 2, pp 2")
 COUNTS = (*FILLED, "tokens/cn", "tokens/code", "tokens/en")
 MODES = {"pieces": {}, "blocks": {"pack_into_one": True}, "padded": {"pad_samples": True}}
 
@@ -299,7 +300,10 @@ def test_a_run_tells_how_its_rows_are_filled(alone):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.sweep] * (name not in OFTEN)) for name in LAYOUTS],
+)
 def test_every_layout_trains_alike_and_keeps_samples_apart(layout, folders, alone, tmp_path):
     """Numbers as in one process; and with another token in one sample, no other sample's logits
     change by a bit."""

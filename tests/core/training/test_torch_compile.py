@@ -68,9 +68,10 @@ def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> t
 
 
 QUICK = pytest.param(GATED[1], id=KINDS[GATED[1]])
+# a third of the others in CI
 REST = [
-    pytest.param(kind, id=name, marks=pytest.mark.campaign)
-    for kind, name in KINDS.items()
+    pytest.param(kind, id=name, marks=pytest.mark.sweep if n % 3 else pytest.mark.campaign)
+    for n, (kind, name) in enumerate(KINDS.items())
     if kind != GATED[1]
 ]
 
@@ -162,8 +163,13 @@ def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None
     assert difference.norm() <= rounding * eager.norm()
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", [QUICK, *(kind for kind in REST if kind.values[0] != GATED[0])])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(GATED[1], id=KINDS[GATED[1]], marks=pytest.mark.campaign),
+        *(kind for kind in REST if kind.values[0] != GATED[0]),
+    ],
+)
 def test_compiled_layers_have_the_gradients_of_eager_ones(kind):
     assert_as_eager(kind, "fp64", "aot_eager")
 

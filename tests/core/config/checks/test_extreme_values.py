@@ -45,7 +45,7 @@ def problems(line: list[str], *words: str) -> list[str]:
         "0",
         *(
             pytest.param(value, marks=pytest.mark.campaign)
-            for value in ("-1", str(2**62), "1e308", "-1e308", "inf", "nan")
+            for value in ("-1", str(2**62), "-1e308", "nan")
         ),
     ],
 )

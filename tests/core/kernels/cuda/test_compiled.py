@@ -61,7 +61,8 @@ KERNELS = {
 
 
 @pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(x, marks=pytest.mark.campaign) for x in (80, 100))]
+    "capability",
+    [90, pytest.param(100, marks=pytest.mark.campaign), pytest.param(80, marks=pytest.mark.sweep)],
 )
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_kernels_compile(name, capability):
