@@ -15,7 +15,7 @@ LINT = "from importlinter.cli import lint_imports\nlint_imports(cache_dir=None, 
 
 def copy_source(folder: Path, *names: str) -> Path:
     """A copy of these folders and files; returns `folder`."""
-    useless = shutil.ignore_patterns("*.cpp", "__pycache__")
+    useless = shutil.ignore_patterns("*.cpp")
 
     def skipped(parent: str, inside: list[str]) -> set[str]:
         package = {"core"} if Path(parent) == ROOT / "megatron" else set()  # another project's

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.forkrun import ROOT
+from tests.load_tool import exit_code, load_tool
+from tests.runs import allow_workers, train
 
 FAULTS = ("nolocks", "nofallocate", "ebusy", "silly", "late", "estale")
 ALL_BUT_ESTALE = "+".join(FAULTS[:-1])
@@ -22,6 +24,7 @@ MODEL = (
     "--lr-decay-iters 4 --log-interval 1 --eval-interval 3 --eval-iters 1 --num-workers 1 --device "
     "cpu --split 90,10,0 --save-interval 1 --keep-last 2 --use-distributed-optimizer"
 ).split()
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py".split()
 
 
 @pytest.fixture(scope="module")
@@ -79,30 +82,29 @@ def write_input(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def preprocess(host: Host) -> subprocess.CompletedProcess[str]:
+def preprocessing(host: Host) -> list[str]:
     write_input(host.disk / "text.jsonl")
-    return host.run(
-        "tools/preprocess_data.py",
+    flags = "--tokenizer-type NullTokenizer --vocab-size 210 --append-eod --workers 2".split()
+    return [
         *("--input", str(host.disk / "text.jsonl"), "--output-prefix", str(host.disk / "d")),
-        *"--tokenizer-type NullTokenizer --vocab-size 210 --append-eod --workers 2".split(),
-    )
+        *flags,
+    ]
 
 
-def train(host: Host, data: str, until: int) -> subprocess.CompletedProcess[str]:
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py".split()
+def training(host: Host, data: str, until: int) -> list[str]:
     run = str(host.disk / "run")
     paths = ["--save", run, "--load", run, "--data-cache-path", str(host.disk / "cache")]
     more = ["--data-path", data, "--train-iters", "4", "--exit-interval", str(until)]
-    return host.run(*torchrun, *MODEL, *paths, *more)
+    return [*MODEL, *paths, *more]
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Host:
     """The same on a local disk."""
     host = Host(tmp_path_factory.mktemp("local"), "", "")
-    assert preprocess(host).returncode == 0
-    answer = train(host, str(host.disk / "d_text_document"), 4)
-    assert answer.returncode == 0, answer.stderr
+    assert exit_code(load_tool("preprocess_data").main, *preprocessing(host)) == 0
+    words = training(host, str(host.disk / "d_text_document"), 4)
+    train(host.disk / "log", words, 2, hook=allow_workers)
     return host
 
 
@@ -115,7 +117,7 @@ def local(tmp_path_factory) -> Host:
 )
 def test_same_files_or_one_message(tmp_path, shim, local, fault):
     host = Host(tmp_path, shim, fault)
-    answer = preprocess(host)
+    answer = host.run("tools/preprocess_data.py", *preprocessing(host))
     said = answer.stdout + answer.stderr
     if fault == "estale":  # of a file that is being read: nobody knows what is in it now
         assert answer.returncode == 1 and "Traceback" not in said
@@ -127,7 +129,7 @@ def test_same_files_or_one_message(tmp_path, shim, local, fault):
         assert not (host.disk / "d.unfinished").exists()
     data = str(local.disk / "d_text_document")
     for until in (2, 4):
-        answer = train(host, data, until)
+        answer = host.run(*TORCHRUN, *training(host, data, until))
         assert answer.returncode == 0, answer.stdout + answer.stderr
     kept = host.sums("run/iter_*/*.safetensors")
     assert kept == local.sums("run/iter_*/*.safetensors") and len(kept) == 4

@@ -59,7 +59,7 @@ def test_torchrun(folder, two_ranks):
     assert program.out.count(" training finished ") == 1
 
 
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_torch_distributed_launch(folder, two_ranks):
     """It puts --local-rank=N before the user's flags, and says itself that it is deprecated."""
     program = spawn(folder, [*LAUNCH.split(), str(free_port())], 4)
@@ -189,25 +189,6 @@ def test_ranks_that_cannot_meet(folder, environ, code, seconds, named):
     )
 
 
-def workers(rank: int, world: int, folder: Path, ranks: int) -> list:
-    os.chdir(folder)
-    codes = []
-    for name, number in (("none", "0"), ("some", "2")):
-        words = argv(
-            4,
-            "--num-workers",
-            number,
-            "--save",
-            f"{name}/save",
-            "--load",
-            f"{name}/save",
-            "--metrics-file",
-            f"{name}/metrics.jsonl",
-        )
-        codes += [p.end() for p in fork_ranks(words, folder / name, ranks)]
-    return codes
-
-
 BLOCKER = '''"""Only torch, numpy and what they need; anything else is not installed."""
 import sys
 
@@ -281,6 +262,11 @@ def test_ctrl_c_while_it_starts(folder, seconds):
     )
 
 
+def two_ranks_again(rank: int, world: int, folder: Path, extra: list[str]) -> list[int]:
+    os.chdir(folder)
+    return [program.end() for program in fork_ranks(argv(12, *extra), folder, 2)]
+
+
 @pytest.mark.campaign
 def test_ctrl_c_under_torchrun(folder):
     """The launcher has its own words (and exit code 1); from our ranks comes one line, and nobody
@@ -292,15 +278,14 @@ def test_ctrl_c_under_torchrun(folder):
     program.end(60)
     assert program.err.count(SAYS) == 1 and ours(program.err) == []
     assert not left_in(folder)
-    resumed = spawn(folder, [*RUN, str(free_port())], 12, *extra)
-    assert resumed.end(120) == 0 and " resumed from " in resumed.out
     straight = forked(folder, 12, *extra, "--num-workers", "0")
+    assert run_ranks(1, two_ranks_again, folder, extra) == [[0, 0]]
     assert rows(folder) == straight.series(*EXACT)
     same_tensors(Finished(folder, 1).tensors(), straight.tensors())
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("to_launcher", [True, False])
+@pytest.mark.parametrize("to_launcher", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_request_under_torchrun(folder, to_launcher):
     """SIGTERM to the launcher, which passes it on, or to one rank: saved and left. Only the second
     way it exits with 0."""
@@ -339,7 +324,9 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.parametrize(
     "ranks, error, said",
     [  # torchrun shows it at the end of its report
-        ("1", "ValueError", "rank 1: error: planted on rank 1"),
+        pytest.param(
+            *("1", "ValueError", "rank 1: error: planted on rank 1"), marks=pytest.mark.sweep
+        ),
         ("01", "KeyError", "KeyError: 'planted on rank 0'"),
     ],
 )
@@ -393,12 +380,12 @@ def test_a_rank_killed_under_torchrun(folder):
     ],
 )
 def test_torchrun_restarts(folder, how, tmp_path_factory):
-    """--max-restarts: a rank is killed in each of four attempts, and the fifth trains to the end
+    """--max-restarts: a rank is killed in each of two attempts, and the third trains to the end
     from the newest checkpoint, with the weights of a run that nobody disturbed.
 
     The agent's store outlives the attempts, with the addresses of dead processes.
     """
-    kills = [("step", 1, 3), ("meeting", 0, 1), ("save", 0, 2), ("step", 0, 4)]
+    kills = [("meeting", 0, 1), ("save", 0, 2)]
     inject.write(folder, [Fault("SIGKILL", *kill) for kill in kills])
     words = [
         "-m",
@@ -406,7 +393,7 @@ def test_torchrun_restarts(folder, how, tmp_path_factory):
         "--nproc-per-node",
         "2",
         "--max-restarts",
-        "4",
+        "2",
         *(str(free_port()) if word == "free" else word for word in how),
         inject.__file__,
         *argv(14),

@@ -70,7 +70,13 @@ def wait_for(folder: Path, text: str, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("nodes", [["-N1", "-n2"], ["-N2", "-n2"]], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        pytest.param(["-N1", "-n2"], id="one node", marks=pytest.mark.sweep),
+        pytest.param(["-N2", "-n2"], id="two nodes"),
+    ],
+)
 def test_srun_from_a_login_node(cluster, folder, two_ranks, nodes):
     """The ranks meet on rank 0's node: what the login node's address leads to, no rank listens
     on."""
@@ -83,7 +89,7 @@ def test_srun_from_a_login_node(cluster, folder, two_ranks, nodes):
     "launcher, options",
     [
         (["srun", sys.executable], ["-N2", "-n2"]),
-        ([*MPIRUN, "-n", "2", sys.executable], ["-N1", "-n2"]),
+        pytest.param([*MPIRUN, "-n", "2", sys.executable], ["-N1", "-n2"], marks=pytest.mark.sweep),
         ([*MPIRUN, *NODES_ONLY, "-n", "2", "--map-by", "node", sys.executable], ["-N2", "-n2"]),
     ],
     ids=["srun", "mpirun", "mpirun on two nodes"],

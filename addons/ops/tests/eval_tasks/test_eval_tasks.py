@@ -4,16 +4,15 @@ layout that has them, and training's losses are the same with and without."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forkrun import ROOT
+from tests.forkrun import ROOT, RanksFailed
 from tests.load_tool import exit_code, load_tool
-from tests.problems import assert_problem
+from tests.problems import assert_reported
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 
 pytestmark = [pytest.mark.peers, pytest.mark.campaign]
@@ -141,25 +140,23 @@ def test_ranks_share_the_requests(with_scores, tasks, tmp_path, world, flags):
 def test_a_file_that_is_no_such_task(tasks, tmp_path, content):
     bad = tmp_path / "bad.yaml"
     bad.write_text(content)
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--eval-tasks", str(bad)]
-    done = subprocess.run([*words, "--eval-tasks-interval", "2"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert_problem(done.stderr.splitlines()[-1], "eval-task-unreadable", "--eval-tasks", bad)
+    words = [*FLAGS, "--eval-tasks", str(bad), "--eval-tasks-interval", "2"]
+    with pytest.raises(RanksFailed) as refused:
+        train(tmp_path / "log", words)
+    assert_reported(str(refused.value), "eval-task-unreadable", "--eval-tasks", bad)
+
+
+def without_lm_eval() -> None:
+    sys.modules["lm_eval"] = None
 
 
 def test_without_lm_eval_there_is_one_error(tmp_path):
     (tmp_path / "task.yaml").write_text("task: x")
-    (tmp_path / "lm_eval.py").write_text("raise ImportError('no lm_eval here')")
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--eval-tasks-interval", "2"]
-    done = subprocess.run(
-        [*words, "--eval-tasks", str(tmp_path / "task.yaml")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )
-    assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert_problem(line, "package-missing", "--eval-tasks", "pip install lm-eval")
+    words = [*FLAGS, "--eval-tasks-interval", "2", "--eval-tasks", str(tmp_path / "task.yaml")]
+    with pytest.raises(RanksFailed) as refused:
+        train(tmp_path / "log", words, hook=without_lm_eval)
+    named = ("--eval-tasks", "pip install lm-eval")
+    assert_reported(str(refused.value), "package-missing", *named)
 
 
 def test_lm_eval_gets_the_dtype(capfd):
