@@ -237,8 +237,8 @@ def _newer_model(model: Section, kind: str, heads: int) -> None:
 
 
 def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
-    """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of
-    it)}."""
+    """{"dp": data-parallel size, "zero": ranks that share one optimizer (1: each has all of it),
+    "fsdp": do they share gradients and weights, too?}."""
     parallel.args.section(f"Layout of {world_size} ranks")
 
     sequence = parallel.switch("sequence_parallel", False)
@@ -256,7 +256,7 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         pipeline,
         *["--sequence-parallel"] * (tensor > 1 and (sequence or mode == "msp")),
     )
-    zero = _zero_size(parallel)
+    zero, fsdp = _zero(parallel)
     dp, remainder = divmod(world_size, tensor * pipeline)
     if remainder or not dp:
         parallel.args.problems.append(
@@ -269,8 +269,12 @@ def _parallel(parallel: Section, world_size: int) -> dict[str, int]:
         parallel.refuse("zero1", zero, f"the {dp} data-parallel ranks are not a multiple of it")
     if zero > 1:
         instances = ["--num-distributed-optimizer-instances", dp // zero] if zero < dp else []
-        parallel.flag("--use-distributed-optimizer", *instances)
-    return {"dp": dp, "zero": zero}
+        sharded = ["--use-distributed-optimizer"]
+        if fsdp:  # torch's, which also gathers ahead
+            sharded = ["--data-parallel-sharding-strategy optim_grads_params"]
+            sharded += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        parallel.flag(*sharded, *instances)
+    return {"dp": dp, "zero": zero, "fsdp": fsdp}
 
 
 def _sized(parallel: Section, key: str, usual: int) -> tuple[int, Section]:
@@ -304,12 +308,12 @@ def _axis(parallel: Section, key: str) -> tuple[int, str | None]:
     return max(1, count), mode
 
 
-def _zero_size(parallel: Section) -> int:
-    """Ranks that share one optimizer; 0 or less: all."""
+def _zero(parallel: Section) -> tuple[int, bool]:
+    """(ranks that share one optimizer; 0 or less: all, whether they share everything)."""
     size, inner = _sized(parallel, "zero1", -1)
-    inner.only("fsdp", False, "use --data-parallel-sharding-strategy optim_grads_params")
+    fsdp = inner.switch("fsdp", False)
     inner.done()
-    return size
+    return size, fsdp
 
 
 def _data(data: Section, dp: int) -> None:
@@ -438,10 +442,12 @@ def _optimizer(sections: Mapping[str, Section], layout: Mapping[str, int], dtype
     gradients = zero.switch("overlap_sync_grad", False) | zero.switch(
         "zero_overlap_communication", False
     )
-    if gradients and layout["dp"] > 1:
+    if gradients and layout["dp"] > 1 and not layout["fsdp"]:
         sections["adam"].flag("--overlap-grad-reduce")
     _zero_partition(zero, layout, gradients)
-    if bucket := zero.integer("reduce_bucket_size", 0):
+    if layout["fsdp"]:
+        zero.ignore("reduce_bucket_size", why="fsdp reduces layer by layer")
+    elif bucket := zero.integer("reduce_bucket_size", 0):
         sections["adam"].flag("--ddp-bucket-size", bucket)
     _scaler(sections["grad_scaler"], dtype)
 
@@ -498,8 +504,9 @@ def _adam(adam: Section, beta2: Section) -> None:
 
 def _zero_partition(zero: Section, layout: Mapping[str, int], gradients: bool) -> None:
     """Who has which optimizer state: overlap_sync_param chooses InternLM's rule."""
-    if layout["zero"] <= 1:
-        zero.ignore("overlap_sync_param", why="goes with a zero1 of more than 1 alone")
+    if layout["zero"] <= 1 or layout["fsdp"]:
+        why = "fsdp gathers ahead" if layout["fsdp"] else "goes with a zero1 of more than 1 alone"
+        zero.ignore("overlap_sync_param", why=why)
     elif zero.switch("overlap_sync_param", False):
         zero.flag(
             "--zero-partition whole-params",

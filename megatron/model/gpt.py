@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -282,6 +282,18 @@ class GPTModel(nn.Module):
         """All transformer layers, in order."""
         behind = [] if self.mtp is None else [each.transformer_layer for each in self.mtp.layers]
         return [*self.decoder.layers.values(), *behind]
+
+    def calls(self) -> list[tuple[Any, ...]]:
+        """The modules with weights in the order in which a forward pass of training calls them,
+        each with those whose weights it reads beside its own."""
+        first = [self.embedding] if self.first else []
+        norm = [] if self.decoder.final_layernorm is None else [self.decoder.final_layernorm]
+        output = [] if self.output_layer is None else [self.output_layer]
+        return [
+            *((module,) for module in (*first, *self.decoder.layers.values(), *norm)),
+            *((layer, self.embedding) for layer in (self.mtp.layers if self.mtp else ())),
+            *((module,) for module in output),
+        ]
 
     def dropout_places(self) -> list[Place]:
         """Where it takes seeds of dropout."""

@@ -114,6 +114,11 @@ class FlatBuffers:
         of its elements."""
         return p.data
 
+    def summed(self, bucket: GradBucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a sum over ranks takes of a bucket, and where this rank has its result."""
+        shares = bucket.replicas.shard.size > 1
+        return self.flat[bucket.range], self.flat[bucket.shard if shares else bucket.range]
+
     def zero(self) -> None:
         """Zero all gradients, or mark those stale that a kernel overwrites."""
         overwritten = {p for p in self.params if getattr(p, "overwrites", False)}

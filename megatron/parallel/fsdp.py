@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.config.plan.buckets import HEAD, Assign, unit_of
+from megatron.config.plan.buckets import Assign, unit_of
+from megatron.config.plan.units import Use, uses
 from megatron.parallel.collectives import (
     Pending,
     all_reduce_,
@@ -66,16 +67,6 @@ class Unit:
         self.pieces: list[Piece] = []
         self.missing: int | None = None
         self.gathers: list[Pending] | None = None
-
-
-class Site(NamedTuple):
-    """A module whose weights are of one unit. `is_first`: the first that a chunk calls of those, so
-    the last in backward. `keeps`: its backward comes right after the forward pass."""
-
-    module: nn.Module
-    unit: Unit
-    is_first: bool
-    keeps: bool
 
 
 class ShardedBuffers(GradBuffers):
@@ -177,12 +168,17 @@ class ShardedBuffers(GradBuffers):
         """As FlatBuffers'."""
         return self._held.get(p, p.data) if self.frees_weights else p.data
 
+    def summed(self, bucket: GradBucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """As FlatBuffers', of what is summed once in a step."""
+        return self.totals[bucket], self.totals[bucket]
+
     def zero(self, micro_batches: int = 1) -> None:
         """Zero all sums."""
         for number, unit in self.units.items():
             assert unit.missing is None and unit.gathers is None, (
                 f"unit {number} is there between two steps"
             )
+        self.reduction.wait()  # of passes without `reduce`, as a step that is verified has them
         self.flat.zero_()
 
     def reduce(self) -> None:
@@ -218,7 +214,7 @@ class UnitReduction(Reduction):
         self._overlap = overlap
         self._in_pass = False
         self._queue: list[Unit] = []
-        self._under_way: list[tuple[Piece, Pending]] = []
+        self._under_way: list[tuple[Piece, Callable[[], torch.Tensor]]] = []
         for unit in buffers.units.values():
             for p in unit.params:
                 p.register_post_accumulate_grad_hook(partial(self._arrived, unit))
@@ -226,7 +222,7 @@ class UnitReduction(Reduction):
     def open(self, unit: Unit, is_last: bool) -> None:
         """The backward pass of a module of `unit` begins, of the last one that it has."""
         if not self._in_pass:  # what the pass before left under way may be this unit's
-            self._wait()
+            self.wait()
             self._in_pass = True
         if unit.missing is None:
             unit.missing = len(unit.params)
@@ -241,7 +237,7 @@ class UnitReduction(Reduction):
                 for p in piece.bucket.params:
                     if p not in stale:
                         p.main_grad.zero_()
-        if is_last:
+        if is_last and unit not in self._queue:  # an output layer is called again for each depth
             self._queue.append(unit)
 
     def _arrived(self, unit: Unit, p: Parameter) -> None:
@@ -258,7 +254,7 @@ class UnitReduction(Reduction):
         self._in_pass = False
 
     def _begin(self, unit: Unit) -> None:
-        self._wait()
+        self.wait()
         unit.missing = None
         self._buffers.gathering.release(unit)
         for piece in unit.pieces:
@@ -266,27 +262,35 @@ class UnitReduction(Reduction):
                 if getattr(p, "is_stale", False):
                     p.main_grad.zero_()
                     p.is_stale = False
-            axis = piece.bucket.replicas.shard
-            if piece.bucket.layout.whole_params:
-                work = start_reduce_shards_(piece.shards(piece.grads), axis)
-            else:
-                work = start_reduce_scatter_(piece.grads, axis, self._fp32_accumulation)
-            self._under_way.append((piece, work))
+            self._under_way.append((piece, self.start(piece)))
             if not self._overlap:
-                self._wait()
+                self.wait()
 
-    def _wait(self) -> None:
+    def start(self, piece: Piece) -> Callable[[], torch.Tensor]:
+        """Start to sum the gradients of a piece; the function waits and returns this rank's range
+        of them."""
+        axis = piece.bucket.replicas.shard
+        if piece.bucket.layout.whole_params:
+            return start_reduce_shards_(piece.shards(piece.grads), axis)
+        return start_reduce_scatter_(piece.grads, axis, self._fp32_accumulation)
+
+    def wait(self) -> None:
+        """Wait for the sums under way, and add them up."""
         for piece, work in self._under_way:
             piece.total.add_(work())
             _empty(piece.grads)
         self._under_way.clear()
 
     def run(self) -> None:
-        """All micro-batches are done: sum the shards of copies that saw part of their gradient and
-        of all instances."""
-        self._wait()
+        """All micro-batches are done: sum the shards over what has not been summed yet."""
+        self.wait()
+        super().run()
+
+    def sum_over_ranks(self, buckets: Sequence[GradBucket]) -> None:
+        """Sum the shards of copies that saw part of their gradient and of all instances."""
         started = []
-        for bucket, total in self._buffers.totals.items():
+        for bucket in buckets:
+            total = self._buffers.totals[bucket]
             for axis in bucket.layout.partial:
                 all_reduce_(total, self._ctx.axis(axis))
             if bucket.replicas.instances.size > 1 and total.numel():
@@ -307,18 +311,18 @@ class UnitGathering(Gathering):
             super().start()
 
     def release(self, unit: Unit) -> None:
-        """Free the weights of a unit."""
-        if unit.gathers is not None:
-            for gather in unit.gathers:
-                gather()
-            unit.gathers = None
-            for piece in unit.pieces:
-                assert piece.weights is not None
-                _empty(piece.weights)
+        """Free the weights of a unit, if they are there."""
+        if unit.gathers is None:
+            return
+        self._arrive(unit)  # gathered ahead and not used: the memory is still written
+        unit.gathers = None
+        for piece in unit.pieces:
+            assert piece.weights is not None
+            _empty(piece.weights)
 
     def _gather(self, unit: Unit) -> None:
         """Start to gather the weights of a unit that are not there."""
-        if unit.gathers is not None or not self._buffers.frees_weights:
+        if unit.gathers is not None:
             return
         unit.gathers = []
         for piece in unit.pieces:
@@ -332,78 +336,71 @@ class UnitGathering(Gathering):
                 work = start_all_gather_(piece.weights, axis)
             unit.gathers.append(work)
 
-    def _need(self, unit: Unit, following: Iterable[Site]) -> None:
-        """Wait for the weights of a unit; start to gather those of `following`."""
-        self._gather(unit)
-        for gather in unit.gathers or ():
+    def _arrive(self, unit: Unit) -> None:
+        """Wait for the weights of a unit."""
+        assert unit.gathers is not None
+        for gather in unit.gathers:
             gather()
-        if unit.gathers:
-            unit.gathers.clear()
+        unit.gathers.clear()
+
+    def _need(self, units: Iterable[Unit], following: Iterable[Unit]) -> None:
+        """Wait for the weights of units; start to gather those of `following`."""
+        if not self._buffers.frees_weights:
+            return
+        for unit in units:
+            self._gather(unit)
+            self._arrive(unit)
         if self._overlap:
-            for site in following:
-                self._gather(site.unit)
+            for unit in following:
+                self._gather(unit)
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """From now on each unit has its weights and `main_grad` while its modules compute. `model`
-        has the chunks of this rank."""
-        super_waits = not self._buffers.frees_weights
-        if super_waits:
+        has the chunks of this rank, each with its `calls` (`GPTModel`)."""
+        units = self._buffers.units
+        number_of: dict[Any, int] = {p: number for number in units for p in units[number].params}
+        if not self._buffers.frees_weights:
             super().wait_in_forward(model)
-        by_param = {p: unit for unit in self._buffers.units.values() for p in unit.params}
+        chunk: Any
         for chunk in model.children():
-            sites = _sites(chunk, by_param)
-            for number, site in enumerate(sites):
-                if not super_waits:
-                    site.module.register_forward_pre_hook(
-                        partial(self._before_forward_of, site, sites[number + 1 : number + 2])
-                    )
-                before = sites[max(number - 1, 0) : number]
-                site.module.register_forward_hook(partial(self._after_forward_of, site, before))
+            modules = []
+            numbers = []
+            for called in chunk.calls():
+                params = [p for module in called for p in module.parameters() if p in number_of]
+                if params:
+                    modules.append(called[0])
+                    numbers.append(tuple(dict.fromkeys(number_of[p] for p in params)))
+            last = chunk.output_layer is not None
+            for module, in_numbers in zip(modules, uses(numbers, last), strict=True):
+                use = Use(*(tuple(units[number] for number in each) for each in in_numbers))
+                if self._buffers.frees_weights:
+                    module.register_forward_pre_hook(partial(self._before_forward_of, use))
+                module.register_forward_hook(partial(self._after_forward_of, use))
 
     @torch.no_grad()
-    def _before_forward_of(
-        self, site: Site, following: list[Site], module: nn.Module, args: Any
-    ) -> None:
-        self._need(site.unit, () if _in_backward() else following)
+    def _before_forward_of(self, use: Use[Unit], module: nn.Module, args: Any) -> None:
+        self._need(use.units, () if _in_backward() else use.ahead)
 
     def _after_forward_of(
-        self, site: Site, before: list[Site], module: nn.Module, args: Any, output: torch.Tensor
+        self, use: Use[Unit], module: nn.Module, args: Any, output: torch.Tensor
     ) -> None:
         if _in_backward():  # recomputed: its backward, whose hook is there, frees it
             return
+        keeps: tuple[Unit, ...] = ()
         if output.requires_grad:
-            output.register_hook(partial(self._before_backward_of, site, before))
-        if not (site.keeps and output.requires_grad):
-            self.release(site.unit)
+            output.register_hook(partial(self._before_backward_of, use))
+            keeps = use.keeps
+        for unit in use.units:
+            if unit not in keeps:
+                self.release(unit)
 
     @torch.no_grad()
-    def _before_backward_of(self, site: Site, before: list[Site], grad: torch.Tensor) -> None:
-        self._buffers.reduction.open(site.unit, site.is_first)
-        self._need(site.unit, before)
-
-
-def _sites(chunk: nn.Module, by_param: dict[Any, Unit]) -> list[Site]:
-    """The modules of a chunk whose weights are of one unit, as large as possible, in the order of
-    the forward pass."""
-    modules: list[tuple[nn.Module, Unit]] = []
-
-    def visit(module: nn.Module) -> None:
-        units = {by_param[p] for p in module.parameters() if p in by_param}
-        is_called = not isinstance(module, nn.ModuleDict | nn.ModuleList)
-        if len(units) == 1 and is_called:
-            modules.append((module, units.pop()))
-        else:
-            for child in module.children():
-                visit(child)
-
-    visit(chunk)
-    of_head = [unit_of(unit.params[0].sharding.name) == HEAD for _, unit in modules]
-    kept = of_head.index(True) - 1 if any(of_head) else len(modules)
-    sites: list[Site] = []
-    for number, (module, unit) in enumerate(modules):
-        is_first = all(site.unit is not unit for site in sites)
-        sites.append(Site(module, unit, is_first, number >= kept))
-    return sites
+    def _before_backward_of(self, use: Use[Unit], grad: torch.Tensor) -> None:
+        for unit in use.frees:
+            self.release(unit)
+        for unit in use.units:
+            self._buffers.reduction.open(unit, unit in use.closes)
+        self._need(use.again, use.behind)
 
 
 def _in_backward() -> bool:

@@ -121,7 +121,7 @@ def parameter(
     built = Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
     built.sharding = sharding
     shared = ctx.shares_weights and ctx.replicas(sharding.replicas).shard.size > 1
-    if shared and spec.trained and built.device.type != "meta":
+    if shared and spec.trained:
         built.untyped_storage().resize_(0)
     return built
 

@@ -67,11 +67,14 @@ def check_replicas(
 
 
 def compare_weights(run: Run, iteration: int) -> None:
-    """All parameters, over the ranks that hold the same ones. Raises WeightsDiffer."""
+    """All parameters, or this rank's shards of them, over the ranks that hold the same ones.
+    Raises WeightsDiffer."""
     named = [pair for chunk in run.model for pair in chunk.named_parameters()]
     for kind in ("dense", "experts"):
-        same = [pair for pair in named if sharding_of(pair[1]).replicas == kind]
-        check_replicas(same, run.runtime.ctx.replicas(kind).data, iteration)
+        same = [(name, run.buffers.held(p)) for name, p in named if sharding_of(p).replicas == kind]
+        replicas = run.runtime.ctx.replicas(kind)
+        shares = run.runtime.ctx.shares_weights
+        check_replicas(same, replicas.instances if shares else replicas.data, iteration)
 
 
 class WeightComparison(Hook):

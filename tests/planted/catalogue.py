@@ -877,8 +877,8 @@ BUGS = {
     ),
     "AReaL#1659: hidden states detached at every depth": Bug(
         "megatron.model.blocks.mtp.module.MultiTokenPrediction.forward",
-        "layer(states[-1], embedded, inputs)",
-        "layer(states[-1].detach(), embedded, inputs)",
+        "layer(states[-1], embed, inputs)",
+        "layer(states[-1].detach(), embed, inputs)",
         f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
         "campaign",
     ),
@@ -903,8 +903,8 @@ BUGS = {
     ),
     "the hidden state before the embedding in eh_proj": Bug(
         "megatron.model.blocks.mtp.module.MTPLayer.forward",
-        "(self.enorm(embedded), self.hnorm(x))",
-        "(self.hnorm(x), self.enorm(embedded))",
+        "(self.enorm(embed()), self.hnorm(x))",
+        "(self.hnorm(x), self.enorm(embed()))",
         f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
     ),
     "gradients of the embedding's copy for later tokens are not summed": Bug(
@@ -1109,33 +1109,33 @@ BUGS = {
     ),
     # Megatron-LM 5974, 4891
     "sums of shared gradients are means": Bug(
-        "megatron.parallel.fsdp.UnitReduction._wait",
+        "megatron.parallel.fsdp.UnitReduction.wait",
         "work()",
         "work() / self._ctx.shard.size",
         f"{LAYOUTS}[dp2, ZeRO-3]",
     ),
     # Megatron-LM 3023
     "shared gradients divided once more in each micro-batch": Bug(
-        "megatron.parallel.fsdp.UnitReduction._wait",
+        "megatron.parallel.fsdp.UnitReduction.wait",
         "piece.total.add_(work())",
         "piece.total.div_(2).add_(work())",
         f"{LAYOUTS}[dp2, ZeRO-3]",
     ),
     # accelerate 4171, Megatron-Bridge 3826
     "a tied weight is two units": Bug(
-        "megatron.parallel.fsdp._sites",
-        "all(site.unit is not unit for site in sites)",
+        "megatron.config.plan.units.uses",
+        "all(unit not in each for each in calls[:number])",
         "True",
         f"{LAYOUTS}[dp2, ZeRO-3]",
     ),
     "shared gradients of tied ends not summed": Bug(
-        "megatron.parallel.fsdp.UnitReduction.run",
+        "megatron.parallel.fsdp.UnitReduction.sum_over_ranks",
         "all_reduce_(total, self._ctx.axis(axis))",
         "pass",
         f"{LAYOUTS}[pp2 dp2, ZeRO-3]",
     ),
     "shared gradients not summed over instances": Bug(
-        "megatron.parallel.fsdp.UnitReduction.run",
+        "megatron.parallel.fsdp.UnitReduction.sum_over_ranks",
         "bucket.replicas.instances.size > 1 and total.numel()",
         "False",
         f"{LAYOUTS}[dp4, ZeRO-3 in 2 instances]",
@@ -1169,15 +1169,42 @@ BUGS = {
     ),
     "weights of a unit are not freed": Bug(
         "megatron.parallel.fsdp.UnitGathering._after_forward_of",
-        "self.release(site.unit)",
+        "self.release(unit)",
         "",
         "tests/core/parity/test_zero.py::test_ranks_hold_what_the_plan_says[dp2, ZeRO-3]",
     ),
-    "weights gathered one unit too far ahead": Bug(
-        "megatron.parallel.fsdp.UnitGathering.wait_in_forward",
-        "sites[max(number - 1, 0) : number]",
-        "sites[max(number - 2, 0) : number]",
+    "weights of all units gathered ahead": Bug(
+        "megatron.parallel.fsdp.UnitGathering._before_forward_of",
+        "use.ahead",
+        "self._buffers.units.values()",
         "tests/core/parity/test_zero.py::test_ranks_hold_what_the_plan_says[dp2, ZeRO-3]",
+    ),
+    # Megatron-LM 6314
+    "gradients of a unit are not freed": Bug(
+        "megatron.parallel.fsdp.UnitReduction.wait",
+        "_empty(piece.grads)",
+        "",
+        "tests/core/parity/test_zero.py::test_ranks_hold_what_the_plan_says[dp2, ZeRO-2, tied]",
+    ),
+    "the embedding is gathered again for backward": Bug(
+        "megatron.config.plan.units.uses",
+        "unit != EMBEDDING",
+        "True",
+        "tests/core/parity/test_communication.py::test_a_step_sends_what_was_worked_out"
+        "[dp2, ZeRO-3, untied]",
+    ),
+    # Megatron-LM 2769
+    "a rank's own part of gathered weights is of the step before": Bug(
+        "megatron.parallel.fsdp.UnitGathering._gather",
+        "piece.weights[piece.own].copy_(piece.part)",
+        "",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
+    ),
+    "shared gradients of the last micro-batch alone": Bug(
+        "megatron.parallel.fsdp.UnitReduction.wait",
+        "piece.total.add_(work())",
+        "piece.total.copy_(work())",
+        f"{LAYOUTS}[dp2, ZeRO-3]",
     ),
     "a shard begins one alignment late": Bug(
         "megatron.config.plan.buckets.Layout._spans",

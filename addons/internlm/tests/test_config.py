@@ -202,6 +202,12 @@ CHANGES = [
     ("zero1=8", "zero1=4", "--use-distributed-optimizer --num-distributed-optimizer-instances 2"),
     (
         "zero1=8",
+        "zero1=dict(size=4, fsdp=True)",
+        "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce "
+        "--overlap-param-gather --num-distributed-optimizer-instances 2",
+    ),
+    (
+        "zero1=8",
         "zero1=1",
         "--clip-grad 1\n--overlap-grad-reduce\n# hybrid_zero_optimizer.overlap_sync_param = True",
     ),
@@ -286,11 +292,6 @@ REFUSED = [
         "zero1=8",
         "zero1=3",
         "parallel.zero1 = 3: the 8 data-parallel ranks are not a multiple of it",
-    ),
-    (
-        "zero1=8",
-        "zero1=dict(size=8, fsdp=True)",
-        "zero1.fsdp = True: use --data-parallel-sharding-strategy optim_grads_params",
     ),
     ("zero1=8", "tensor=3", "8 ranks (--world-size) are not a multiple of tensor 3 x pipeline 1"),
     ("zero1=8", 'tensor=dict(size=2, mode="isp")', "only mtp and msp"),

@@ -10,7 +10,6 @@ from megatron.arguments import arg
 from megatron.training.feature import Feature
 
 if TYPE_CHECKING:
-    from megatron.config.checks.facts import Facts
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
     from megatron.training.step import ForwardStep
@@ -41,15 +40,6 @@ class TraceConfig(Feature):
         help="with --trace: JSON file for all of it, with messages in order",
         dump=False,
     )
-
-    def check(self, facts: Facts) -> Iterator[str]:
-        """What comes and goes without an operation is not seen."""
-        if self.trace and facts.config.parallel.shares_gradients:
-            yield (
-                f"--trace and {facts.say('data_parallel_sharding_strategy')}: memory of units that "
-                "come and go is not traced; omit --trace, the plan has it "
-                "[flags-exclude-each-other]"
-            )
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
         """The lines of the trace. Raises as `dry_run.trace`, and ValueError for a script's own

@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,7 @@ KINDS = {
 
 
 WEIGHTS = "params-all-gather"
+GRADIENTS = ("gradients", "whole gradients")  # kinds of memory that ranks sum
 POINTS = 1024  # at most as many are kept of the memory over a step
 PACKAGE = f"{Path(__file__).parent}/"
 
@@ -166,6 +167,22 @@ class Timeline:
             self.every *= 2
 
 
+@contextmanager
+def _on_resize(call: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """In this context `call` gets each storage that was given another size."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        call(storage)
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 class StepRecorder(TorchDispatchMode, Timers):
     """While it is on, every operation of torch passes through it.
 
@@ -203,14 +220,17 @@ class StepRecorder(TorchDispatchMode, Timers):
         self._storages: dict[int, _Storage] = {}
         self._started: dict[int, _Started] = {}
         self._waits = on_wait(lambda handle: self._started.pop(id(handle), None))
+        self._resizes = _on_resize(self._resized)
         self._copies = 0  # of tokens, that the last layer of experts sorted
 
     def __enter__(self) -> StepRecorder:
         self._waits.__enter__()
+        self._resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._resizes.__exit__(*error)
         self._waits.__exit__(*error)
 
     # The timers of the step say which phase it is in.
@@ -274,7 +294,7 @@ class StepRecorder(TorchDispatchMode, Timers):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.messages.append(message_of(name, args, self.rank))
-            if any(self._kind(tensor) == "gradients" for tensor in _tensors(args)):
+            if any(self._kind(tensor) in GRADIENTS for tensor in _tensors(args)):
                 self.reductions.append((self.messages[-1], _calling_line()))
             out = func(*args, **kwargs)
             if self.in_step:
@@ -393,6 +413,9 @@ class StepRecorder(TorchDispatchMode, Timers):
         kind = next((KINDS[span] for span in reversed(self._spans) if span in KINDS), "build")
         reference = weakref.ref(storage, partial(self._freed, key))
         self._storages[key] = _Storage(reference, kind, nbytes, name, line, self.in_step)
+        self._grow(kind, nbytes, name, line)
+
+    def _grow(self, kind: str, nbytes: int, name: str, line: SourceLine) -> None:
         self.live[kind] += nbytes
         self.total += nbytes
         self.kind_peaks[kind] = max(self.kind_peaks.get(kind, 0), self.live[kind])
@@ -400,6 +423,15 @@ class StepRecorder(TorchDispatchMode, Timers):
             self.peak = self.total
             self.live_at_peak = dict(self.live)
             self.peak_operation = f"{self._spans[-1]}: {name} in {line}"
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """Weights and gradients that are there for a while (megatron/parallel/fsdp.py) come and go
+        without an operation of torch."""
+        known = self._storages.get(storage._cdata)
+        if known is not None:
+            nbytes = storage.nbytes()
+            self._storages[storage._cdata] = known._replace(nbytes=nbytes)
+            self._grow(known.kind, nbytes - known.nbytes, "resize_", _calling_line())
 
     def _check_width(self, name: str, tensor: torch.Tensor, line: SourceLine) -> None:
         file = _file_name(line.file)

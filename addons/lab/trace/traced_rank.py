@@ -18,6 +18,7 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.fsdp import ShardedBuffers
 from megatron.training import script_args
 from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run
@@ -178,6 +179,12 @@ def _name_kinds(run: Run, recorder: StepRecorder) -> None:
     # of fp32 parameters main weights are the parameters themselves
     recorder.adopt(run.model.parameters(), "weights")
     recorder.adopt([run.buffers.flat], "gradients")
+    if isinstance(run.buffers, ShardedBuffers):
+        for piece in (piece for unit in run.buffers.units.values() for piece in unit.pieces):
+            recorder.adopt([piece.grads], "whole gradients")
+            if piece.weights is not None:
+                recorder.adopt([piece.weights], "whole weights")
+                recorder.adopt([piece.part], "weights")
 
 
 def _check_retained(tensors: list[Retained], when: str) -> None:

@@ -37,13 +37,7 @@ class StepVerificationConfig(Feature):
     )
 
     def check(self, facts: Facts) -> Iterator[str]:
-        """Gradients that one rank does not hold whole."""
-        if self.verify_step_interval and facts.config.parallel.shares_gradients:
-            yield (
-                f"{facts.say('verify_step_interval')}: no rank holds all gradients with "
-                f"{facts.say('data_parallel_sharding_strategy')}; omit it, or use "
-                "--data-parallel-sharding-strategy optim [flags-exclude-each-other]"
-            )
+        """Gradients that are not one rank's."""
         if self.verify_step_interval and facts["expert_model_parallel_size"] > 1:
             yield (
                 f"{facts.say('verify_step_interval')}: gradients of experts on several ranks are "

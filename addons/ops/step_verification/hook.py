@@ -14,12 +14,13 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron import log
 from megatron.parallel.collectives import gather_objects
+from megatron.parallel.fsdp import UnitReduction
 from megatron.training.batch import MicroBatch
 from megatron.training.hook import Hook, Step
 from megatron.training.launch.process import this_process
@@ -29,8 +30,7 @@ from megatron.training.step import ForwardStep, forward_backward
 from megatron.training.step_sums import StepSums
 from megatron.training.weight_check import compare_weights, weight_hashes
 
-if TYPE_CHECKING:
-    from .repeated_sums import RepeatedSum
+from .repeated_sums import RepeatedSum, UnitSums, reduce_twice
 
 
 class GradientsDiffer(ArithmeticError):
@@ -57,6 +57,7 @@ class StepVerification(Hook):
         self._forward_step = forward_step
         self._interval = interval
         self._keeps = keep_majority
+        self._units: UnitSums | None = None
 
     def wrap_step(self, step: Step) -> Step:
         """Some iterations are verified."""
@@ -79,13 +80,16 @@ class StepVerification(Hook):
         replicas = gather_objects((own_batches, ctx.dp_cp.rank), ctx.dp)
         before = self._pass(iteration, *self._of(replicas, 1))
         try:
+            self._watch_units()
             run.buffers.reduction.instead = lambda: self._compare(iteration, replicas, before)
             result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         except _Repeat as repeat:
+            self._watch_units()
             run.buffers.reduction.instead = functools.partial(self._check, iteration, repeat)
             result = self._step(run, forward_step, iter(own_batches), iteration, requests)
         finally:
             run.buffers.reduction.instead = None
+            vars(run.buffers.reduction).pop("start", None)
         self._compare_results(iteration, result)
         return result
 
@@ -98,14 +102,29 @@ class StepVerification(Hook):
         """The hash of the local gradients of these micro-batches; they stay in the buffers."""
         run = self._run
         sums = StepSums(run.runtime.device, routers=run.config.model.router_numbers)
-        run.buffers.reduction.instead = _nothing  # nothing is summed
+        run.buffers.reduction.instead = _nothing  # what is summed goes nowhere
+        self._watch_units()
         run.buffers.zero(len(batches))
         forward_backward(run, self._forward_step, iter(batches), sums, iteration, dp_cp_rank)
         return self._hash()
 
+    def _watch_units(self) -> None:
+        """From now on, where ranks share gradients: those of this computation, unit by unit."""
+        reduction = self._run.buffers.reduction
+        if isinstance(reduction, UnitReduction):
+            self._units = UnitSums(reduction, _digest)
+            reduction.start = self._units  # type: ignore[method-assign]
+
     def _hash(self) -> str:
-        self._run.buffers.complete()
-        hashes = weight_hashes(p.main_grad for p in self._run.buffers.params)
+        buffers = self._run.buffers
+        buffers.complete()
+        if self._units is None:
+            hashes = weight_hashes(p.main_grad for p in buffers.params)
+        else:  # and those that this rank shares with no other
+            alone = [each for each in buffers.buckets if each.replicas.shard.size == 1]
+            hashes = self._units.local + weight_hashes(
+                p.main_grad for bucket in alone for p in bucket.params
+            )
         return hashlib.blake2b(repr(hashes).encode(), digest_size=16).hexdigest()
 
     def _compare(
@@ -146,9 +165,9 @@ class StepVerification(Hook):
         sums differ, or those of replicas; `earlier`: the step is already a repetition, and its sums
         must be among those of before."""
         world = self._run.runtime.ctx.world
-        from .repeated_sums import reduce_twice
-
         own_sums = reduce_twice(self._run.buffers, _digest)
+        if self._units is not None:
+            own_sums += self._units.sums
         known = earlier is None or earlier.knows(own_sums)
         gathered = gather_objects((own_sums, known, str(this_process())), world)
         sums = [repeated for repeated, _, _ in gathered]

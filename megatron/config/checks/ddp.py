@@ -32,13 +32,22 @@ def notes(p: ParallelConfig, world_size: int) -> Iterator[str]:
         "--overlap-grad-reduce": p.overlap_grad_reduce,
         "--overlap-param-gather": p.overlap_param_gather,
         f"--zero-partition {p.zero_partition}": p.zero_partition != "even",
+    }
+    buckets = {
         f"--ddp-bucket-size {p.ddp_bucket_size}": p.ddp_bucket_size is not None,
         f"--ddp-num-buckets {p.ddp_num_buckets}": p.ddp_num_buckets is not None,
     }
+    if p.shares_gradients:
+        yield from (
+            f"{flag}: no effect where gradients are shared, each layer in a bucket of its own "
+            "[flag-has-no-effect]"
+            for flag, on in buckets.items()
+            if on
+        )
     if max(data_ranks(p, world_size), p.expert_replicas(world_size)) <= 1:
         yield from (
             f"{flag}: no effect with one data-parallel rank [flag-has-no-effect]"
-            for flag, on in is_set.items()
+            for flag, on in (is_set | buckets).items()
             if on
         )
 

@@ -17,7 +17,6 @@ from megatron.config.plan.stages import check_micro_batches
 _GRADIENTS = {
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
-    "mtp_num_layers": None,
     "torch_compile": False,
     "zero_partition": "even",
 }

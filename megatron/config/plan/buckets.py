@@ -19,14 +19,16 @@ DEFAULT_ELEMENTS = 40_000_000
 Owners = tuple[tuple[int, int], ...]
 
 EMBEDDING, HEAD = 0, 1 << 30  # units beside those of layers
-LAYERS = "decoder.layers."
+DEPTHS = HEAD + 1  # the first module of multi-token prediction
 
 
 def unit_of(name: str) -> int:
     """The unit of a parameter, whose weights are gathered and whose gradients are reduced together:
-    the embedding (a tied output layer has its weight), a layer, or final norm and output layer."""
-    if name.startswith(LAYERS):
-        return 1 + int(name.removeprefix(LAYERS).partition(".")[0])
+    the embedding (a tied output layer has its weight), a layer, final norm and output layer, or a
+    module of multi-token prediction."""
+    for prefix, first in (("decoder.layers.", 1), ("mtp.layers.", DEPTHS)):
+        if name.startswith(prefix):
+            return first + int(name.removeprefix(prefix).partition(".")[0])
     return EMBEDDING if name.startswith("embedding.") else HEAD
 
 

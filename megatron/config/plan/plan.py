@@ -382,7 +382,7 @@ def shares_units(config: Config, plan: Plan) -> bool:
 
 def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
     """A micro-batch through each chunk of a stage whose ranks share gradients."""
-    from megatron.config.plan.units import Passes, Sharing, sites
+    from megatron.config.plan.units import Passes, Sharing, calls, uses
 
     layout = flat_layout(config, plan, stage)
     names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
@@ -395,11 +395,11 @@ def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
     precision = config.precision
     itemsizes = BYTES[precision.params_dtype], BYTES[precision.grad_dtype]
     chunks = plan.layers_per_stage[stage]
-    units = [
-        sites(chunk.layers, chunk.first, chunk.last, config.model.tied)
-        for chunk in plan.chunks(stage)
+    depths = len(config.model.mtp_layers)
+    by_chunk = [
+        uses(calls(chunk, config.model.tied, depths), chunk.last) for chunk in plan.chunks(stage)
     ]
-    carried = max((each[0] for each in units if each), key=lambda unit: sizes[unit])
+    carried = max((each[0].units[0] for each in by_chunk if each), key=lambda unit: sizes[unit])
     return [
         Passes(
             each,
@@ -409,7 +409,7 @@ def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
             config.training.recomputed_runs(len(layers)),
             carried,
         )
-        for each, layers in zip(units, chunks, strict=True)
+        for each, layers in zip(by_chunk, chunks, strict=True)
     ]
 
 

@@ -1,26 +1,89 @@
-"""When a chunk's units have their weights and gradients whole, in one micro-batch: what is gathered
-how often, and the most that is there at a time. The order is that of `parallel/fsdp.py`."""
+"""Which units of weights a chunk's modules compute with, and when they and their gradients are
+there whole, in one micro-batch: what is gathered how often, and the most that is there at a
+time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
-from megatron.config.plan.buckets import EMBEDDING, HEAD
+from megatron.config.plan.buckets import DEPTHS, EMBEDDING, HEAD
+from megatron.config.plan.parameters import Chunk
+
+Unit = TypeVar("Unit")
 
 
-def sites(layers: range, first: bool, last: bool, tied: bool) -> list[int]:
-    """The unit of each module that a chunk calls, in order; a tied output layer is of the
-    embedding's."""
-    ends = [HEAD, EMBEDDING if tied else HEAD] if last else []
-    return [*[EMBEDDING] * first, *(1 + layer for layer in layers), *ends]
+class Use(NamedTuple, Generic[Unit]):
+    """A module's: the `units` that it reads, `again` those of them that its backward reads.
+
+    `ahead`, `behind`: gathered meanwhile, for the module after it and, in backward, before it.
+    `keeps`: not freed behind its forward pass. `closes`: no module before it uses them, so their
+    gradients are complete when its backward ends. `frees`: not read by its backward nor later.
+    """
+
+    units: tuple[Unit, ...]
+    again: tuple[Unit, ...]
+    ahead: tuple[Unit, ...]
+    behind: tuple[Unit, ...]
+    keeps: tuple[Unit, ...]
+    closes: tuple[Unit, ...]
+    frees: tuple[Unit, ...]
+
+
+def calls(chunk: Chunk, tied: bool, depths: int) -> list[tuple[int, ...]]:
+    """The units of each module that a chunk calls in training, in order; a tied output layer is of
+    the embedding's. Modules of multi-token prediction (`depths`) embed later tokens."""
+    predicted = [(HEAD,), *((DEPTHS + depth, EMBEDDING) for depth in range(depths))]
+    return [
+        *[(EMBEDDING,)] * chunk.first,
+        *((1 + layer,) for layer in chunk.layers),
+        *predicted * chunk.final,
+        *[(EMBEDDING if tied else HEAD,)] * chunk.last,
+    ]
+
+
+def uses(calls: Sequence[tuple[int, ...]], last: bool) -> list[Use[int]]:
+    """Of each of a chunk's `calls`, of which the `last` chunk ends with the output layer."""
+    end = len(calls) - 1
+    before_output = calls[:end] if last else calls
+    norm = before_output.index((HEAD,)) if (HEAD,) in before_output else len(calls)
+    # Of the last chunk backward follows at once, of the last layer and of what lies behind it.
+    kept = min(end, norm - (norm + 1 == end)) if last else len(calls)
+    # The gradient of an embedding takes ids alone; that of a tied output layer the weight.
+    again = [
+        units if last and number == end else tuple(unit for unit in units if unit != EMBEDDING)
+        for number, units in enumerate(calls)
+    ]
+    result = []
+    for number, units in enumerate(calls):
+        after = calls[number + 1] if number < end else ()
+        before = again[number - 1] if 0 < number <= kept else ()
+        keeps = tuple(unit for unit in units if unit in after)
+        closes = tuple(unit for unit in units if all(unit not in each for each in calls[:number]))
+        frees: Collection[int] = ()
+        if last and number == norm:
+            frees = set(again[end]).difference(*again[: number + 1])
+        result.append(
+            Use(
+                units,
+                again[number],
+                # the final norm takes no time, and an evaluation goes on to the output layer
+                after if number != norm else (),
+                before,
+                keeps + again[number] if number >= kept else keeps,
+                closes,
+                tuple(frees),
+            )
+        )
+    return result
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """frees: are weights freed after use? ahead: is the next unit gathered meanwhile, and are a
-    unit's gradients reduced while the next one computes?"""
+    """frees: are weights freed after use? gathers_ahead: is the next unit gathered meanwhile?
+    reduces_ahead: are a unit's gradients reduced while the next one computes?"""
 
     frees: bool
     gathers_ahead: bool
@@ -28,8 +91,8 @@ class Sharing:
 
 
 class Passes:
-    """A micro-batch through a chunk. gathers: of each unit. peak: bytes of (weights, gradients)
-    when they are most, together.
+    """A micro-batch through a chunk with these `uses`. gathers: of each unit. peak:
+    bytes of (weights, gradients) when they are most, together.
 
     `sizes`: elements of each unit that ranks share; `itemsizes`: of a weight and a gradient.
     `runs`: lengths of the runs of layers that are recomputed, from the first layer on. `carried`:
@@ -38,7 +101,7 @@ class Passes:
 
     def __init__(
         self,
-        units: Sequence[int],
+        uses: Sequence[Use[int]],
         sizes: Mapping[int, int],
         itemsizes: tuple[int, int],
         sharing: Sharing,
@@ -52,36 +115,33 @@ class Passes:
         self._sharing = sharing
         self._weights: set[int] = set()
         self._grads = set() if carried is None or not sharing.reduces_ahead else {carried}
-        kept = units.index(HEAD) - 1 if HEAD in units else len(units)
-        for number, unit in enumerate(units):
-            self._need(unit, units[number + 1 : number + 2])
-            if number < kept:
-                self._weights.discard(unit)
+        for use in uses:
+            self._need(use.units, use.ahead)
+            self._weights -= {unit for unit in use.units if unit not in use.keeps}
         run_of: dict[int, Sequence[int]] = {}
-        start = sum(unit == EMBEDDING for unit in units[:1])
+        layers = [use.units[0] for use in uses if EMBEDDING < use.units[0] < HEAD]
         for run in runs:
-            run_of |= dict.fromkeys(units[start : start + run], units[start : start + run])
-            start += run
+            run_of |= dict.fromkeys(layers[:run], layers[:run])
+            layers = layers[run:]
         reduced: set[int] = set()
         self._grads.clear()
-        for number in reversed(range(len(units))):
-            unit = units[number]
-            self._need(unit, units[max(number - 1, 0) : number])
-            self._grads.add(unit)
-            for other in run_of.get(unit, ()):
-                if other in units[: number + 1]:
-                    self._need(other, ())
+        for use in reversed(uses):
+            self._weights.difference_update(use.frees)
+            self._grads.update(use.units)
+            self._need(use.again, use.behind)
+            for unit in use.again:
+                self._need([other for other in run_of.get(unit, ()) if other <= unit], ())
             self._measure()
-            if unit not in units[:number]:
+            for unit in use.closes:
                 self._grads -= reduced
                 self._weights.discard(unit)
                 reduced = {unit}
                 if not sharing.reduces_ahead:
                     self._grads.discard(unit)
 
-    def _need(self, unit: int, following: Sequence[int]) -> None:
+    def _need(self, units: Sequence[int], following: Sequence[int]) -> None:
         if self._sharing.frees:
-            for needed in (unit, *(following if self._sharing.gathers_ahead else ())):
+            for needed in (*units, *(following if self._sharing.gathers_ahead else ())):
                 self.gathers[needed] += needed not in self._weights
                 self._weights.add(needed)
             self._measure()

@@ -691,6 +691,11 @@ RARE = {
     ),
 }
 SWEEP = {
+    "dp2, ZeRO-3, multi-token prediction, full recompute": Case(MTP, 2, ZERO3, only=FULL),
+    "pp2 dp2, ZeRO-3, multi-token prediction, tied": Case(TIED_MTP, 4, (PP, "2", *ZERO3)),
+    "ep2 dp2, all-to-all, experts, ZeRO-2, multi-token prediction": Case(
+        MTP_MOE, 4, (EP, "2", *A2A, *ZERO2)
+    ),
     "tp4": Case(GPT2, 4, (TP, "4")),
     "tp4 sp, rotary swiglu RMSNorm GQA": Case(LLAMA, 4, (TP, "4", SP)),
     "tp2 sp, full recompute": Case(LLAMA, 2, (TP, "2", SP), only=FULL),

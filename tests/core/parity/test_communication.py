@@ -33,6 +33,7 @@ from tests.core.parity.layouts import (
     MTP,
     MUON,
     SELECTIVE,
+    TIED_MTP,
     UP_AGAIN,
     ZERO2,
     ZERO3,
@@ -408,6 +409,25 @@ MORE = {
             | ends_of(TWO, 2)
         },
     ),
+    # Not tied: the output layer (6912) is of the final norm's unit, which stays between forward and
+    # backward, as the last layer does; the gradient of the embedding takes no weights.
+    "dp2, ZeRO-3, untied": Case(
+        2,
+        (*ZERO3, "--untie-embeddings-and-output-weights"),
+        {
+            0: {
+                ("reduce-scatter", TWO, F32, 31744): 2,
+                ("reduce-scatter", TWO, F32, 50816): 4,
+                ("reduce-scatter", TWO, F32, 27904): 2,
+            }
+            | links(0, 1, 15872, 2)
+            | links(0, 1, 25408, 6)
+            | links(0, 1, 13952, 2)
+            | ends_of(TWO, 2)
+        },
+    ),
+    "dp2, ZeRO-3, multi-token prediction": Case(2, (*ZERO3, *MTP), {}),
+    "pp2 dp2, ZeRO-3, multi-token prediction, tied": Case(4, (PP, "2", *ZERO3, *TIED_MTP), {}),
     "tp2 sp dp4, ZeRO-2 in 2 instances": Case(
         8, (TP, "2", SP, *ZERO2, "--num-distributed-optimizer-instances", "2"), {}
     ),

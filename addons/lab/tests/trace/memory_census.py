@@ -39,6 +39,14 @@ class Census(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         return out
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage that comes and goes without an operation."""
+        if storage._cdata in self._known:
+            reference, before = self._known[storage._cdata]
+            self._known[storage._cdata] = reference, storage.nbytes()
+            self.live += storage.nbytes() - before
+            self.peak = max(self.peak, self.live)
+
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._known:
@@ -57,6 +65,13 @@ def watch() -> None:
 
     take_device_branches()
     census = Census()
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        census.resized(storage)
+
+    torch.UntypedStorage.resize_ = resized
     census.__enter__()
     peaks: list[int] = []
     step = loop.train_step

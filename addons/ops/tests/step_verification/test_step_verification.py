@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from megatron.addons.ops.step_verification.hook import StepVerification
-from megatron.parallel import gathering, reduction
+from megatron.addons.ops.step_verification.repeated_sums import UnitSums
+from megatron.parallel import fsdp, gathering, reduction
 from megatron.parallel.collectives import Pending
 from megatron.parallel.context import Axis
 from megatron.training import loop
-from tests.core.parity.layouts import MOE
+from tests.core.parity.layouts import INSTANCES, MOE, ZERO2, ZERO3
 from tests.forkrun import RanksFailed
 from tests.runs import SMALL, same_tensors, train, with_flags, write_text
 
@@ -39,6 +40,8 @@ LAYOUTS = {
         + ("--moe-aux-loss-coeff", "1e-2", "1e-2"),
     ),
     "dp 2, fp16": (2, ("--fp16",)),
+    "dp 2, ZeRO-2": (2, ZERO2),
+    "dp 4, ZeRO-3 in 2 instances": (4, (*ZERO3, *INSTANCES)),
 }
 
 
@@ -69,6 +72,21 @@ def flip(rank: int, first: int, last: int | None = None) -> None:
     StepVerification._hash = wrong
 
 
+def flip_unit(rank: int, at: int) -> None:
+    """Hook: the gradients of the `at`-th unit that this rank is about to sum have a wrong number."""
+    count = 0
+    right = UnitSums.__call__
+
+    def wrong(self, piece) -> Callable[[], torch.Tensor]:
+        nonlocal count
+        count += 1
+        if count == at and int(os.environ["RANK"]) == rank:
+            piece.bucket.params[0].main_grad.view(-1)[5] += 1e-3
+        return right(self, piece)
+
+    UnitSums.__call__ = wrong
+
+
 def _broken(places: Sequence[str], rank: int, first: int, last: int | None = None) -> None:
     """Hook: what arrives in the `first` to `last` call (default: only that one) of these collectives
     has a wrong bit on this rank."""
@@ -87,8 +105,8 @@ def _broken(places: Sequence[str], rank: int, first: int, last: int | None = Non
         return wrong
 
     for place in places:
-        module = gathering if "gather" in place else reduction
-        setattr(module, place, of(getattr(module, place)))
+        for module in (gathering if "gather" in place else reduction, fsdp):
+            setattr(module, place, of(getattr(module, place)))
 
 
 def _flipped(x: torch.Tensor) -> torch.Tensor:
@@ -110,6 +128,8 @@ SUMS = ("start_all_reduce", "start_reduce_scatter_")
         (("--use-distributed-optimizer",), 1, 2),
         pytest.param((), 0, 2, marks=pytest.mark.campaign),
         pytest.param((), 1, 3, marks=pytest.mark.campaign),
+        # behind two micro-batches of four units of iteration 1, and twice those of the other samples
+        *(pytest.param(ZERO3, 1, at, marks=pytest.mark.campaign) for at in (25, 26)),
     ],
 )
 def test_a_wrong_sum_of_gradients_is_found(text, tmp_path, flags, rank, at):
@@ -213,6 +233,16 @@ def test_a_wrong_gradient_is_found(text, tmp_path, name, rank, at):
     with pytest.raises(RanksFailed, match="gradients-differ") as error:
         train(tmp_path, words, world, hook=functools.partial(flip, rank, at))
     assert f"rank {rank} (" in str(error.value)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("at", [3, 12, 17])
+def test_a_wrong_gradient_of_a_unit_is_found(text, tmp_path, at):
+    """In the computation of the other rank's samples, of its own, and again in the next one."""
+    words = argv(text, tmp_path, *ZERO3, "--verify-step-interval", "2")
+    with pytest.raises(RanksFailed, match="gradients-differ") as error:
+        train(tmp_path, words, 2, hook=functools.partial(flip_unit, 1, at))
+    assert "rank 1 (" in str(error.value)
 
 
 @pytest.mark.campaign

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -107,10 +108,12 @@ class MTPLayer(nn.Module):
         self.fp32 = config.fp32_residual_connection
         self.whole_layer_again = recompute.granularity == "full"
 
-    def forward(self, x: torch.Tensor, embedded: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
-        """Hidden states x and embeddings [s, b, h] ([s/tp, b, h] with sequence parallelism) -> the
-        module's hidden states, normed."""
-        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(x)), -1))
+    def forward(
+        self, x: torch.Tensor, embed: Callable[[], torch.Tensor], inputs: LayerInputs
+    ) -> torch.Tensor:
+        """Hidden states x [s, b, h] ([s/tp, b, h] with sequence parallelism) and what makes the
+        embeddings of the later tokens, alike -> the module's hidden states, normed."""
+        x = self.eh_proj(torch.cat((self.enorm(embed()), self.hnorm(x)), -1))
         if self.fp32:
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         seeds = self.transformer_layer.dropout_seeds(inputs.dropout_seeds)
@@ -160,6 +163,10 @@ class MultiTokenPrediction(nn.Module):
         states = [x]
         for layer, (depth, _) in zip(self.layers, depths.depths, strict=True):
             number = layer.transformer_layer.number
-            embedded = embedding(depth.tokens, position_ids, inputs.dropout_seeds, number)
-            states.append(layer(states[-1], embedded, inputs))
+            # Past the embedding's hooks: where weights are shared it is here a part of the layer
+            # (`GPTModel.calls`), whose hooks gather its weights too.
+            embed = partial(
+                embedding.forward, depth.tokens, position_ids, inputs.dropout_seeds, number
+            )
+            states.append(layer(states[-1], embed, inputs))
         return states
