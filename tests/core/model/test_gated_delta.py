@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 from megatron.arguments import config_from
 from megatron.config.muon import MuonConfig, stacks
+from megatron.config.plan.costs import MicroBatchSizes
 from megatron.config.plan.parameters import parameter_table
+from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.engine import Engine, Request
@@ -21,6 +23,7 @@ from megatron.kernels.select import kernel_table
 from megatron.model.blocks.module import LayerInputs
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.core.model.tiny import DEFAULTS, loss_and_grads, tiny_config, tiny_model, tokens
+from tests.live_memory import LiveMemory
 from tests.problems import assert_problem
 
 KEYS, VALUES, KEY, VALUE, TAPS, HIDDEN = 2, 4, 6, 5, 4, 32
@@ -390,6 +393,24 @@ def test_scores_are_clipped_where_there_are_some():
     assert checked(clip, base=BASE)[0] == []
     problems, _ = checked(f"{clip} --linear-attention-freq [1,1]", base=BASE)
     assert_problem(problems[0], "flags-exclude-each-other", "--qk-clip")
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, 16, 16), (4, 8, 16, 32), (1, 4, 32, 16)])
+def test_the_plan_has_what_backward_makes_again(sizes):
+    """Per rank, the rest of a layer aside; within 10 %."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    flags = SIZES | {f"linear_{name}": n for name, n in zip(names, sizes, strict=True)}
+    length = 4 * CHUNK
+    flags |= dict(linear_attention_freq="[1]", num_layers=1, seq_length=length)
+    net = tiny_model(**flags).decoder.layers["0"].self_attention
+    rows = torch.randn(length, 1, net.facts.projected, requires_grad=True)
+    with LiveMemory() as memory:
+        y = net.mix(rows, None)
+        y.backward(torch.ones_like(y))
+    config = config_from(Config, DEFAULTS | flags | dict(micro_batch_size=1, device="cpu"))
+    sizes = MicroBatchSizes(config, make_plan(config, 1, 64))
+    planned = net.facts.backward(sizes) - sizes.rows * sizes.hidden * sizes.itemsize
+    assert planned == pytest.approx(memory.peak, rel=0.1)
 
 
 def test_the_table_of_kernels_has_the_rule():
