@@ -354,7 +354,7 @@ def test_parameters_and_matrices():
     assert (net.dt_bias == 1).all() and (net.out_norm.weight == 1).all()
     weights = sum(spec.size for spec in table.values() if spec.matrices)
     core = TAPS * channels + 4 * VALUES * KEY * VALUE
-    assert config.layer(0).mixer.flops() == (2 * weights, 2 * core)
+    assert config.layer(0).mixer.flops()[:2] == (2 * weights, 2 * core)
 
 
 NAMES = (
