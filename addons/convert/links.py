@@ -119,42 +119,6 @@ EXPERTS_GATE_UP = Transform(
 EXPERT_ROWS = Transform(
     lambda x, m: [x.flatten(1, 2)], lambda foreign, m: foreign[0].unflatten(1, (2, -1))
 )
-
-
-def _by_part(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
-    """Rows by key head of a gated delta net (its query, key, values) -> all queries, all keys, all
-    values."""
-    values = m.linear_num_value_heads // m.linear_num_key_heads * m.linear_value_head_dim
-    grouped = rows.unflatten(0, (m.linear_num_key_heads, -1))
-    parts = (m.linear_key_head_dim, m.linear_key_head_dim, values)
-    return [part.flatten(0, 1) for part in grouped.split(parts, 1)]
-
-
-def _by_key_head(parts: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
-    """The parts of rows by key head -> these rows."""
-    heads = m.linear_num_key_heads
-    return _cat([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 1)
-
-
-def _split_betas(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
-    grouped = rows.unflatten(0, (m.linear_num_key_heads, -1))
-    betas = 2 * m.linear_num_value_heads // m.linear_num_key_heads
-    parts = grouped.split((grouped.shape[1] - betas, betas), 1)
-    return [part.flatten(0, 1) for part in parts]
-
-
-def _delta_widths(m: ModelConfig) -> list[int]:
-    keys = m.linear_num_key_heads * m.linear_key_head_dim
-    return [keys, keys, m.linear_num_value_heads * m.linear_value_head_dim]
-
-
-# Of a gated delta net, rows of queries, keys, values and gates, and those of betas and decays.
-DELTA_ROWS = Transform(_split_betas, _by_key_head)
-# Its convolution: channels of all queries, all keys, all values, [channels, 1, tokens].
-DELTA_CONV = Transform(
-    lambda x, m: [_cat(_by_part(x, m)).unsqueeze(1)],
-    lambda foreign, m: _by_key_head(foreign[0].squeeze(1).split(_delta_widths(m)), m),
-)
 # A vector as the one row of a matrix.
 ROW = Transform(lambda x, m: [x.unsqueeze(0)], lambda foreign, m: foreign[0].squeeze(0))
 
