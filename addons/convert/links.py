@@ -61,15 +61,18 @@ def _stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _split_qkv(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
-    """Rows by query group (its queries, key, value) -> all queries, all keys, all values."""
-    per_group = m.num_attention_heads // m.query_groups
-    grouped = rows.unflatten(0, (m.query_groups, per_group + 2, m.head_dim))
-    return [block.reshape(-1, *rows.shape[1:]) for block in grouped.split((per_group, 1, 1), dim=1)]
+    """Rows by query group (its queries, their gates, its key, value) -> all queries, each with its
+    gate behind it, all keys, all values."""
+    grouped = rows.unflatten(0, (m.query_groups, -1, m.head_dim))
+    queries, keys, values = grouped.split((grouped.shape[1] - 2, 1, 1), dim=1)
+    queries = queries.unflatten(1, (1 + m.attention_output_gate, -1)).transpose(1, 2)
+    return [block.reshape(-1, *rows.shape[1:]) for block in (queries, keys, values)]
 
 
 def _join_qkv(foreign: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
-    grouped = [block.unflatten(0, (m.query_groups, -1, m.head_dim)) for block in foreign]
-    return _cat(grouped, 1).flatten(0, 2)
+    queries, *others = (block.unflatten(0, (m.query_groups, -1, m.head_dim)) for block in foreign)
+    queries = queries.unflatten(1, (-1, 1 + m.attention_output_gate)).transpose(1, 2).flatten(1, 2)
+    return _cat((queries, *others), 1).flatten(0, 2)
 
 
 def _matrix_t(x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +80,8 @@ def _matrix_t(x: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(m: ModelConfig) -> list[int]:
-    return [m.num_attention_heads * m.head_dim, *[m.query_groups * m.head_dim] * 2]
+    queries = m.num_attention_heads * (1 + m.attention_output_gate)
+    return [n * m.head_dim for n in (queries, m.query_groups, m.query_groups)]
 
 
 SAME = Transform(lambda x, m: [x], lambda foreign, m: foreign[0])

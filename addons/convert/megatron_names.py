@@ -25,7 +25,6 @@ from .links import ConversionError
 _OFF = (None, False)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_head_type": (None, "multihead"),
-    "attention_output_gate": _OFF,
     "compression_training": _OFF,
     "enable_hyper_connections": _OFF,
     "enable_mhc_connections": _OFF,
@@ -75,6 +74,7 @@ _LEGACY_FIXED = {
     "window_size": None,
     "softmax_type": "vanilla",
     "rope_type": "rope",
+    "attention_output_gate": False,
     "use_mup": False,
     "multi_latent_attention": False,
     "mtp_num_layers": None,
@@ -159,7 +159,7 @@ _NOT_IN_MEGATRON = (
     *("attn_logit_softcapping", "final_logit_softcapping", "rotary_ntk_alpha"),
     *("qk_layernorm_after_rope", "moe_router_normalization", "moe_router_group_score_topk"),
     *("longrope_short_factor", "longrope_long_factor", "longrope_attention_factor"),
-    *("latent_norm_epsilon", "experimental_attention_variant"),
+    *("latent_norm_epsilon", "experimental_attention_variant", "hybrid_layer_pattern"),
 )
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 # Flags of YaRN: their arguments begin with yarn_, but for those of latent attention.

@@ -162,8 +162,8 @@ class Sizes:
         assert model.embedding is not None and model.output_layer is not None
         modules: dict[str, list[nn.Module]] = {
             "embedding": [model.embedding],
-            "attention": [layer.self_attention for layer in layers],
-            "MLP": [layer.mlp for layer in layers],
+            "attention": [layer.self_attention for layer in layers if layer.mixing],
+            "MLP": [layer.mlp for layer in layers if layer.feeding],
             "residual": layers[-1:],
             "logits": [model.output_layer],
         }

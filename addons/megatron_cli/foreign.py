@@ -101,6 +101,8 @@ def read_as(
 ) -> ReadAs:
     """As `ForeignFlags.read_as`."""
     typed, foreign, dense = _dense(typed, foreign)
+    if "hybrid_layer_pattern" in typed:
+        foreign = {name: value for name, value in foreign.items() if not _hybrid(name, value)}
     typed, foreign, shorter, too_long = _run_length(typed, foreign)
     seq_length = max(1, typed.get("seq_length") or 1)
     for words in compat.replaced(foreign, seq_length).values():
@@ -122,6 +124,12 @@ _OF_EXPERTS = frozenset(
     "disable_moe_token_dropping moe_expert_parallel_size moe_loss_coeff moe_train_capacity_factor "
     "moe_eval_capacity_factor moe_min_capacity".split()
 )
+
+
+def _hybrid(name: str, value: Any) -> bool:
+    """Does a flag only say that layers are those of --hybrid-layer-pattern?"""
+    stacks = ("hybrid_stack_spec", "mamba_stack_spec")
+    return name == "is_hybrid_model" or (name == "spec" and value[-1] in stacks)
 
 
 def _dense(

@@ -364,8 +364,8 @@ force_ds_sequence_parallel=False | use --context-parallel-size
 pp_partition_method= | &ends
 embedding_init_method_std=
   | the embedding has the standard deviation of all matrices; use --init-method-std
-embed_layernorm=False attention_output_gate=False use_gated_attention=False
-  | layers have one norm before attention and one before the MLP, without gates; omit the flag
+embed_layernorm=False | the embedding has no norm of its own; omit the flag
+use_gated_attention=False | use --attention-output-gate, whose gates are rows of linear_qkv
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
 enable_gpt_oss=False | give the flags of YaRN, --rope-type yarn and those that it needs
 fp4=,--fp4-format | there are no FP4 kernels; use --bf16
@@ -391,7 +391,7 @@ pretrained_checkpoint= | use --load DIR --finetune
 override_ckpt_iteration=
   | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
-heterogeneous_layers_config_path= hybrid_layer_pattern= | &layers
+heterogeneous_layers_config_path= | &layers
 curriculum_learning_legacy=False data_efficiency_curriculum_learning=False
   | every sample is read whole, in one order; omit the flag
 yaml_cfg= | write the flags into a text file and give @FILE

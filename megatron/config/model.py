@@ -29,25 +29,30 @@ class ModelConfig(ModelFlags):
     """The architecture of the model."""
 
     def _layer(
-        self, moe: bool, delta: bool, rope: Rope | None, window: int | None, comm_type: str
+        self, symbols: str, rope: Rope | None, window: int | None, comm_type: str
     ) -> LayerSpec:
-        """One that differs from others in these."""
+        """One that differs from others in these; `symbols` as of --hybrid-layer-pattern."""
         residual: Residual = "pre"
         if self.use_parallel_residual:
             residual = "parallel"
         elif self.apply_residual_connection_post_layernorm:
             residual = "normed"
+        mixer = mlp = None
+        if "*" in symbols:
+            mixer = replace(self._mixer(rope, window), comm_type=comm_type)
+        elif "G" in symbols:
+            mixer = self._delta_net()
+        if "E" in symbols or "-" in symbols:
+            mlp = self._experts() if "E" in symbols else DenseMLP(self)
         norms = (
-            (BEFORE_MIXER, not self.no_pre_layernorm),
-            (AFTER_MIXER, self.post_self_attn_layernorm),
-            (BEFORE_MLP, not self.no_pre_layernorm),
-            (AFTER_MLP, self.post_mlp_layernorm),
+            (BEFORE_MIXER, mixer and not self.no_pre_layernorm),
+            (AFTER_MIXER, mixer and self.post_self_attn_layernorm),
+            (BEFORE_MLP, mlp and not self.no_pre_layernorm),
+            (AFTER_MLP, mlp and self.post_mlp_layernorm),
         )
         return LayerSpec(
-            mixer=self._delta_net()
-            if delta
-            else replace(self._mixer(rope, window), comm_type=comm_type),
-            mlp=self._experts() if moe else DenseMLP(self),
+            mixer=mixer,
+            mlp=mlp,
             residual=residual,
             norms=tuple(name for name, present in norms if present),
         )
@@ -114,23 +119,23 @@ class ModelConfig(ModelFlags):
 @lru_cache(maxsize=8)
 def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """All layers; equal ones are the same object."""
-    specs: dict[tuple[bool, bool, Rope | None, int | None, str], LayerSpec] = {}
+    specs: dict[tuple[str, Rope | None, int | None, str], LayerSpec] = {}
     layers: list[LayerSpec] = []
-    for number in range(model.num_layers):
+    for number in range(model.num_layers + bool(model.mtp_num_layers)):
+        like = min(number, model.num_layers - 1)
         differs = (
-            model.is_moe_layer(number),
-            model.is_delta_layer(number),
-            model.rope(number),
-            model.window_of(number),
-            model.comm_type_of(number),
+            model.symbols(number),
+            model.rope(like),
+            model.window_of(like),
+            model.comm_type_of(like),
         )
         if differs not in specs:
             specs[differs] = model._layer(*differs)
         layers.append(specs[differs])
-    if model.mtp_num_layers:  # like the last one
+    if model.mtp_num_layers:
         from megatron.model.blocks.mtp.facts import MTPLayerSpec, Projection
 
-        layers += [MTPLayerSpec(**vars(layers[-1]), projection=Projection(model))] * len(
-            model.mtp_layers
-        )
+        inner = layers.pop()
+        behind = MTPLayerSpec(**vars(inner), projection=Projection(model))
+        layers += [behind] * len(model.mtp_layers)
     return tuple(layers)

@@ -22,8 +22,7 @@ _MLA = "multi_latent_attention"
 _NO_MLA = Needs(
     "keys and values of their own (--multi-latent-attention is given)", lambda v: not v[_MLA]
 )
-_RMS_NORM = Needs("--normalization RMSNorm", lambda v: v["normalization"] == "RMSNorm")
-_DELTA = "experimental_attention_variant"
+_DELTA = Needs("a gated delta net", lambda v: v.config.model.delta_layers is not None)
 _YARN = Needs(
     "--position-embedding-type yarn, or rope with --rope-type yarn",
     lambda v: v.config.model.has_yarn,
@@ -57,6 +56,17 @@ class TransformerConfig:
         trained=True,
         alias=("--encoder-num-layers",),
         help="number of transformer layers",
+    )
+    hybrid_layer_pattern: str | None = arg(
+        None,
+        excludes=("moe_layer_freq", "use_parallel_residual", "linear_attention_freq"),
+        trained="layer_symbols",
+        dump=False,
+        alias=("--hybrid-override-pattern",),
+        help="layers of one block each, a letter for each: * attention, G gated delta net, - MLP, "
+        "E experts; | between (virtual) pipeline stages; behind / the blocks of each module of "
+        "multi-token prediction, as in *-*-|*E*E/*E (default: layers of attention and an MLP or "
+        "experts)",
     )
     hidden_size: int = arg(
         None,
@@ -173,8 +183,7 @@ class TransformerConfig:
     )
     experimental_attention_variant: Literal["gated_delta_net"] | None = arg(
         None,
-        requires=["linear_attention_freq", _RMS_NORM],
-        excludes=("use_mup",),
+        requires="linear_attention_freq",
         trained="delta_layers",
         dump=False,
         help="what the layers of --linear-attention-freq have in the place of attention: "
@@ -183,7 +192,7 @@ class TransformerConfig:
     )
     linear_attention_freq: str | None = arg(
         None,
-        needs=_DELTA,
+        needs="experimental_attention_variant",
         trained="delta_layers",
         dump=False,
         help="which layers have that: N for all but every Nth layer, or a pattern of 1 (gated "
@@ -577,6 +586,14 @@ class TransformerConfig:
         help="normalize each head of queries and keys; with MLA their latents",
         dump=False,
     )
+    attention_output_gate: bool = arg(
+        False,
+        excludes=("multi_latent_attention",),
+        trained=True,
+        dump=False,
+        help="multiply the result of each attention head by the sigmoid of a gate, another head of "
+        "linear_qkv (Qwen3-Next)",
+    )
     qk_layernorm_all_heads: bool = arg(
         False,
         requires=Needs(
@@ -757,6 +774,30 @@ class TransformerConfig:
         requires=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
         help="keep the residual stream in fp32, with --fp16 or --bf16",
     )
+
+    def __post_init__(self) -> None:
+        """A pattern of layers says their numbers, where these are not given."""
+        if self.hybrid_layer_pattern is not None:
+            main, *depths = self.pattern_parts
+            for name, number in (("num_layers", len(main)), ("mtp_num_layers", len(depths))):
+                if getattr(self, name) is None and number:
+                    object.__setattr__(self, name, number)
+
+    @property
+    def pattern_parts(self) -> list[str]:
+        """Of --hybrid-layer-pattern the letters of the layers, and those of each module of
+        multi-token prediction."""
+        return (self.hybrid_layer_pattern or "").replace("|", "").split("/")
+
+    @property
+    def layer_symbols(self) -> str | None:
+        """The letters of the layers; None without a pattern."""
+        return None if self.hybrid_layer_pattern is None else self.pattern_parts[0]
+
+    @property
+    def residual_branches(self) -> int:
+        """How many blocks add to the residual stream."""
+        return self.num_layers * (2 if self.hybrid_layer_pattern is None else 1)
 
     @property
     def head_dim(self) -> int:
@@ -1059,11 +1100,28 @@ class ModelFlags(MupConfig, MoEConfig, TransformerConfig):
             return self.logits_scaling / self.mup_output_mult
         return self.logits_scaling * self.mup_width
 
+    def symbols(self, layer: int) -> str:
+        """The blocks of the layer of this (global) number, as letters of
+        --hybrid-layer-pattern."""
+        if self.hybrid_layer_pattern is None:
+            like = min(layer, self.num_layers - 1)
+            mixer = "G" if super().is_delta_layer(like) else "*"
+            return mixer + ("E" if super().is_moe_layer(like) else "-")
+        main, *depths = self.pattern_parts
+        return main[layer] if layer < len(main) else depths[layer - len(main)]
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Has the layer of this (global) number experts?"""
+        return "E" in self.symbols(layer)
+
+    def is_delta_layer(self, layer: int) -> bool:
+        """Has the layer of this (global) number a gated delta net in the place of attention?"""
+        return "G" in self.symbols(layer)
+
     @property
     def moe_layers(self) -> list[int]:
         """The layers with experts, multi-token prediction's among them."""
-        layers = [layer for layer in range(self.num_layers) if self.is_moe_layer(layer)]
-        return layers + list(self.mtp_layers) * ((self.num_layers - 1) in layers)
+        return list(filter(self.is_moe_layer, range(self.mtp_layers.stop)))
 
     @property
     def router_numbers(self) -> int:

@@ -12,6 +12,7 @@ Split = tuple[tuple[range, ...], ...]
 
 # the flags that say which layers a stage has
 LAYOUT = "--pipeline-model-parallel-layout"
+PATTERN = "--hybrid-layer-pattern"
 FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"

@@ -31,14 +31,15 @@ class LayerSums(NamedTuple):
 def add(m: ModelConfig, sums: StepSums, step: RouterStep, layers: Sequence[int]) -> None:
     """Add the numbers of the MoE layers that have just computed a micro-batch. Raises ValueError
     where `forward_step` did not hand `step` to the model."""
-    rows = sums.routers.view(len(m.moe_layers), -1)
+    order = m.moe_layers
+    rows = sums.routers.view(len(order), -1)
     for layer in layers:
         if layer not in step.sums:
             raise ValueError(
                 "this model has experts: forward_step must pass **batch.extras to it "
                 "[extras-missing]"
             )
-        rows[m.moe_layers.index(layer)] += step.sums[layer]
+        rows[order.index(layer)] += step.sums[layer]
 
 
 def metrics(m: ModelConfig, totals: Totals) -> dict[str, float]:

@@ -57,6 +57,7 @@ def mcore_model(model, parallel=None):
     )
 
     latent = {}
+    hybrid = model.hybrid_layer_pattern is not None
     if model.multi_latent_attention:
         names = (
             *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
@@ -111,6 +112,8 @@ def mcore_model(model, parallel=None):
         gradient_accumulation_fusion=False,
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+        attention_output_gate=model.attention_output_gate,
+        is_hybrid_model=hybrid,
     )
     spec = get_gpt_layer_local_spec(
         num_experts=model.num_experts,
@@ -118,6 +121,8 @@ def mcore_model(model, parallel=None):
         qk_layernorm=model.qk_layernorm,
         multi_latent_attention=model.multi_latent_attention,
     )
+    if hybrid:
+        return hybrid_model(model, config, spec)
     depths = None
     if model.mtp_num_layers:
         depths = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
@@ -134,4 +139,38 @@ def mcore_model(model, parallel=None):
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         share_embeddings_and_output_weights=model.tied,
+    )
+
+
+def hybrid_model(model, config, layer):
+    """Its model of a pattern of blocks, of the parts of a GPT's `layer`."""
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm import mamba_block
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    def of(*names):
+        parts = {name: getattr(layer.submodules, name) for name in names}
+        return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**parts))
+
+    mamba_block.TENorm = WrappedTorchNorm  # the only one that it has by name
+    attention = of("input_layernorm", "self_attention", "self_attn_bda")
+    mlp = of("pre_mlp_layernorm", "mlp", "mlp_bda")
+    blocks = mamba_block.MambaStackSubmodules(
+        attention_layer=attention, mlp_layer=mlp, moe_layer=mlp
+    )
+    return MambaModel(
+        config,
+        ModuleSpec(mamba_block.MambaStack, submodules=blocks),
+        vocab_size=VOCAB,
+        max_sequence_length=model.max_position_embeddings,
+        hybrid_override_pattern=model.layer_symbols,
+        position_embedding_type=model.positions,
+        share_embeddings_and_output_weights=model.tied,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )

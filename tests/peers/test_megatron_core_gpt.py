@@ -86,6 +86,17 @@ OPTIONS = {
         num_query_groups=2,
         untie_embeddings_and_output_weights=True,
     ),
+    "output gates, norms, GQA": dict(
+        ROPE,
+        attention_output_gate=True,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        group_query_attention=True,
+        num_query_groups=2,
+    ),
+    "a pattern of blocks": dict(
+        ROPE, hybrid_layer_pattern="**-*-", num_layers=None, attention_output_gate=True
+    ),
     "latent attention": MLA,
     "latent attention, rope": dict(MLA, q_lora_rank=24, rope_type="rope"),
     "latent attention, norms, yarn": dict(
@@ -112,14 +123,21 @@ OPTIONS = {
 def pair(flags, parallel=None, rank=0):
     parallel = parallel or ParallelConfig()
     ctx = ParallelContext(parallel, parallel.tensor_model_parallel_size, rank)
-    ours = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, ctx=ctx, **SIZE, **flags)
-    theirs = mcore_model(tiny_config(**SIZE, **flags), parallel)
+    sizes = SIZE | flags
+    ours = tiny_model(vocab=VOCAB, padded=VOCAB, scramble=True, ctx=ctx, **sizes)
+    theirs = mcore_model(tiny_config(**sizes), parallel)
     mine = dict(ours.named_parameters())
-    assert set(mine) == {name for name, _ in theirs.named_parameters()}
+    assert set(mine) == {name for name, _ in named(theirs)}
     with torch.no_grad():
-        for name, p in theirs.named_parameters():
+        for name, p in named(theirs):
             p.copy_(mine[name].view(p.shape))
     return ours, theirs
+
+
+def named(theirs):
+    """Parameters by our names."""
+    for name, p in theirs.named_parameters():
+        yield name.replace("decoder.final_norm.", "decoder.final_layernorm."), p
 
 
 @pytest.mark.parametrize("flags", OPTIONS.values(), ids=OPTIONS)
@@ -144,7 +162,7 @@ def same_loss_and_gradients(ours, theirs, finished=lambda name, grad: grad, dept
     losses.mean().backward()
     expected.mean().backward()
     mine = {name: finished(name, p.grad) for name, p in ours.named_parameters()}
-    for name, p in theirs.named_parameters():
+    for name, p in named(theirs):
         torch.testing.assert_close(
             mine[name].view(p.shape),
             p.grad,
@@ -213,7 +231,7 @@ def same_on_a_rank(rank, flags, parallel):
 @pytest.mark.parametrize(
     "cases",
     [
-        (("gpt2", True), ("llama", False)),
+        (("gpt2", True), ("llama", False), ("output gates, norms, GQA", True)),
         pytest.param(
             (("gpt2", False), ("qk layernorm", False), ("qk layernorm", True), ("llama", True)),
             marks=pytest.mark.campaign,

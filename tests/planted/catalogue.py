@@ -35,6 +35,8 @@ POLICIES = "tests/features/spikes/test_policy.py"
 WINDOWS = "tests/core/model/test_windows.py"
 LATENT = "tests/core/model/test_mla.py"
 DELTA = "tests/core/model/test_gated_delta.py"
+PATTERNS = "tests/core/model/test_pattern.py"
+FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
 DEPTHS = "tests/core/training/test_mtp.py"
 DRAFTS = "tests/tools/inference/test_speculative.py"
 SCRIPTS = "addons/megatron_cli/tests/test_scripts.py"
@@ -671,6 +673,46 @@ BUGS = {
         "self.window_size[0] + 1",
         "self.window_size[0]",
         f"{WINDOWS}::test_a_token_sees_itself_and_so_many_before_it[1]",
+    ),
+    "output gates of other heads": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.project",
+        "gates.sigmoid().flatten(2, 3)",
+        "gates.sigmoid().flip(3).flatten(2, 3)",
+        f"{FORMULA}[**]",
+    ),
+    "output gates of other ranks that share a query group": Bug(
+        "megatron.model.blocks.attention.module.SelfAttention.own_queries",
+        "heads[..., number, :, :]",
+        "torch.cat((heads[..., :1, number, :, :], heads[..., 1:, 0, :, :]), -3)",
+        f"{LAYOUTS}[tp4 sp, two query groups, output gates]",
+        "campaign",
+    ),
+    "QK-clip of output gates": Bug(
+        "megatron.model.blocks.attention.facts.Attention.clipped",
+        "[0.0] * self.model.attention_output_gate",
+        "[alpha] * self.model.attention_output_gate",
+        "tests/features/attention_logits/test_attention_logits.py"
+        "::test_powers_of_the_rows_of_a_query_group",
+    ),
+    "layers of a pattern numbered by stage": Bug(
+        "megatron.model.layer.Decoder.__init__",
+        "LAYERS[config.layer(i).residual](config, params.scope(f'layers.{i}'), ctx, i, kernels, "
+        "recompute)",
+        "LAYERS[config.layer(i).residual](config, params.scope(f'layers.{i}'), ctx, "
+        "i - layers.start, kernels, recompute)",
+        f"{LAYOUTS}[pp2 vpp2, a pattern of blocks, output gates]",
+    ),
+    "a pattern's blocks counted as layers of two": Bug(
+        "megatron.config.model_flags.TransformerConfig.residual_branches",
+        "2 if self.hybrid_layer_pattern is None else 1",
+        "2",
+        f"{PATTERNS}::test_a_pattern_of_pairs_is_a_gpt",
+    ),
+    "transformers#48205: routers without gradient": Bug(
+        "megatron.model.blocks.moe.module.select_experts",
+        "probs * config.router_scale",
+        "probs.detach() * config.router_scale",
+        f"{FORMULA}[EE]",
     ),
     "a window in every layer": Bug(
         "megatron.config.model_flags.TransformerConfig.window_of",

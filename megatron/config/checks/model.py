@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,11 +15,15 @@ PATTERNS = {
     "no_rope_freq",
     "window_attn_skip_freq",
     "linear_attention_freq",
+    "hybrid_layer_pattern",
 }
 
 
 def shape(f: Facts) -> Iterator[str]:
     """Sizes of the model that do not fit each other."""
+    for problem in _hybrid(f):
+        f.bad.add("hybrid_layer_pattern")
+        yield f"{f.say('hybrid_layer_pattern')}: {problem} [hybrid-layer-pattern-wrong]"
     yield from _patterns(f)
     yield from _blocks(f)
     yield from _positions(f)
@@ -33,6 +38,7 @@ def _blocks(f: Facts) -> Iterator[str]:
             model,
             num_layers=1,
             mtp_num_layers=None,
+            hybrid_layer_pattern=None,
             moe_layer_freq="1",
             no_rope_freq=None,
             window_attn_skip_freq=None,
@@ -66,6 +72,32 @@ def _positions(f: Facts) -> Iterator[str]:
                 f"{f.say(name)}: another scaling than that of {f.say(kind)}; omit one of the two "
                 "[flags-exclude-each-other]"
             )
+
+
+def _hybrid(f: Facts) -> Iterator[str]:
+    """What is wrong with the pattern of layers of one block."""
+    if f["hybrid_layer_pattern"] is None:
+        return
+    main, *depths = f.config.model.pattern_parts
+    unknown = "".join(dict.fromkeys(re.sub(r"[*GE-]", "", main)))
+    if unknown:
+        mamba = "; there are no Mamba layers (M)" * ("M" in unknown)
+        yield f"no layer is called {unknown!r}: letters are *, G, - and E, and | and /{mamba}"
+    for name, number in (("num_layers", len(main)), ("mtp_num_layers", len(depths))):
+        if number != (f[name] or 0):
+            yield f"{f.say(name)} are not its {number}; omit {f.flags[name].spelling}"
+    if len(set(depths)) > 1 or not all(re.fullmatch(r"[*G]?[E-]|[*G]", each) for each in depths):
+        yield (
+            "behind each / the same: one module of multi-token prediction, of *, G, - or E, or of "
+            "one of the first two and one of the others, such as *E"
+        )
+    experts = "E" in "".join((main, *depths))
+    if experts != (f["num_experts"] is not None):
+        yield (
+            "E is a layer of experts, which needs --num-experts"
+            if experts
+            else f"no layer of experts (E) for {f.say('num_experts')}"
+        )
 
 
 def _patterns(f: Facts) -> Iterator[str]:

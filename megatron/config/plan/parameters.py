@@ -24,7 +24,7 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
     """Megatron's initial values of matrices: (role, layer) -> (init, std).
 
     Roles: word_embedding, position_embedding, output_layer, qkv, attention_output, mlp_in, mlp_out,
-    router. The two that end a residual branch have std / sqrt(2 * num_layers) with the total depth,
+    router. The two that end a residual branch have std / sqrt(number of all such branches),
     and with muP all but the first three std / sqrt(relative width);
     another suite's scheme is another function of the same form, of the layer too where its std
     depends on it."""
@@ -36,7 +36,7 @@ def megatron_scheme(model: ModelConfig) -> Scheme:
         if role in ("word_embedding", "position_embedding", "output_layer"):
             return "normal", model.init_method_std
         ends = role in ("attention_output", "mlp_out")
-        return "normal", hidden / math.sqrt(2.0 * model.num_layers) if ends else hidden
+        return "normal", hidden / math.sqrt(model.residual_branches) if ends else hidden
 
     return draw
 

@@ -135,15 +135,11 @@ def parse_layout(
         if empty:
             sizes.append(0)
         sizes[-1] += entry.symbol == "t"
-    if len(sizes) % stages or (chunks is not None and len(sizes) != stages * chunks):
-        per_rank = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
-        _refuse(
-            layout,
-            entries[-1].position,
-            f"the layout ends after {len(sizes)} virtual stages, which must be "
-            + ("a multiple of " if chunks is None else "")
-            + f"--pipeline-model-parallel-size {stages}{per_rank}",
-        )
+    end = f"{LAYOUT} {layout}, character {entries[-1].position}"
+    if len(sizes) > stages == 1:
+        border = next(entry.position for entry in entries if entry.symbol == "|")
+        problem = "virtual stages need --pipeline-model-parallel-size 2 or more"
+        _refuse(layout, border, problem)
     if mtp_is_apart(layout) and stages == 2 < len(sizes):
         _refuse(
             layout,
@@ -151,17 +147,24 @@ def parse_layout(
             f"{_WORDS['m']} (m) would be on the rank of the embedding, in another virtual stage; "
             "put it on the stage of L",
         )
+    return deal(sizes, stages, end, chunks)
+
+
+def deal(sizes: list[int], stages: int, typed: str, chunks: int | None = None) -> Split:
+    """The global layer numbers of each stage's chunks, where virtual stages have so many layers.
+    `typed`: the flag that says so. Raises ValueError."""
+    if len(sizes) % stages or (chunks is not None and len(sizes) != stages * chunks):
+        per_rank = "" if chunks is None else f" x {CHUNKS} {chunks} = {stages * chunks}"
+        raise ValueError(
+            f"{typed}: it ends after {len(sizes)} virtual stages, which must be "
+            + ("a multiple of " if chunks is None else "")
+            + f"--pipeline-model-parallel-size {stages}{per_rank} [pipeline-layout-not-valid]"
+        )
     split: list[list[range]] = [[] for _ in range(stages)]
     start = 0
     for number, size in enumerate(sizes):
         split[number % stages].append(range(start, start + size))
         start += size
-    if len(sizes) > stages == 1:
-        _refuse(
-            layout,
-            next(entry.position for entry in entries if entry.symbol == "|"),
-            "virtual stages need --pipeline-model-parallel-size 2 or more",
-        )
     return tuple(map(tuple, split))
 
 

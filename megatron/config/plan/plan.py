@@ -202,7 +202,14 @@ def layer_split(config: Config) -> Split:
         return ((range(m.num_layers),),)
     from megatron.config.plan.stages import only_one_split, split
 
-    only_one_split(p)
+    parts = (m.hybrid_layer_pattern or "").split("/")[0].split("|")
+    bordered = len(parts) > 1 and p.pipeline_model_parallel_size > 1
+    only_one_split(p, bordered)
+    if bordered:
+        from megatron.config.plan.pipeline_layout import deal
+
+        typed = f"--hybrid-layer-pattern {m.hybrid_layer_pattern}"
+        return deal(list(map(len, parts)), p.pipeline_model_parallel_size, typed)
     layout = p.pipeline_model_parallel_layout
     if layout is None:
         return split(m.num_layers, p)

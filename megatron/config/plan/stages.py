@@ -10,6 +10,7 @@ from megatron.config.parallel import (
     LAST,
     LAYOUT,
     LOSS,
+    PATTERN,
     PER_CHUNK,
     ParallelConfig,
     Split,
@@ -37,19 +38,23 @@ def split(layers: int, p: ParallelConfig) -> Split:
     return split_layers(layers, stages, chunks, *ends)
 
 
-def only_one_split(p: ParallelConfig) -> None:
+def only_one_split(p: ParallelConfig, bordered: bool) -> None:
     """Raise ValueError where two of the flags that split the layers over stages exclude each
     other, as in Megatron."""
     flags = {
+        PATTERN: bordered,
         LAYOUT: p.pipeline_model_parallel_layout is not None,
         PER_CHUNK: p.num_layers_per_virtual_pipeline_stage is not None,
         FIRST: p.decoder_first_pipeline_num_layers is not None,
         LAST: p.decoder_last_pipeline_num_layers is not None,
         EMBEDDING: p.account_for_embedding_in_pipeline_split,
         LOSS: p.account_for_loss_in_pipeline_split,
+        CHUNKS: bordered and p.num_virtual_stages_per_pipeline_rank is not None,
     }
     typed = [flag for flag, is_given in flags.items() if is_given]
-    for name, excluded in ((LAYOUT, typed), (EMBEDDING, (FIRST, LAST)), (LOSS, (FIRST, LAST))):
+    ends = (FIRST, LAST)
+    against_all = ((PATTERN, typed), (LAYOUT, typed), (EMBEDDING, ends), (LOSS, ends))
+    for name, excluded in against_all:
         against = [flag for flag in typed if flag in excluded and flag != name]
         if name in typed and against:
             raise ValueError(

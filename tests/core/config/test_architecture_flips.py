@@ -106,6 +106,7 @@ OTHER: dict[str, Any] = dict(
     mtp_num_layers=1,
     mtp_loss_scaling_factor=0.7,
     num_layers=1,
+    hybrid_layer_pattern="*-",
     hidden_size=32,
     mup_base_hidden_size=4,
     mup_embedding_mult=2.0,

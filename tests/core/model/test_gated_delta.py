@@ -370,6 +370,7 @@ NAMES = (
         ("--linear-attention-freq [1,0]", None),
         ("--tensor-model-parallel-size 2", None),
         ("--recompute-activations", None),
+        ("--mtp-num-layers 1 --position-embedding-type rope", None),
         ("--context-parallel-size 2", "flags-exclude-each-other"),
         ("--context-parallel-size 2 --cp-comm-type a2a", "flags-exclude-each-other"),
         ("--normalization LayerNorm", "flag-needs-other-flag"),
@@ -419,6 +420,40 @@ def test_the_table_of_kernels_has_the_rule():
         rows = kernel_table(torch.device("cpu"), torch.float32, config)
         found = [row for row in rows if row.operation == "gated delta rule"]
         assert len(found) == rules and (not rules or [row.on for row in found] == [True, False])
+
+
+PATTERN = "--hybrid-layer-pattern G-*- --normalization RMSNorm"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ("", None),
+        ("--linear-key-head-dim 64", None),
+        ("--normalization LayerNorm", "flag-needs-other-flag"),
+        ("--context-parallel-size 2", "flags-exclude-each-other"),
+        ("--linear-attention-freq 2", "flags-exclude-each-other"),
+    ],
+)
+def test_the_letter_of_a_pattern(flags, code):
+    base = BASE.replace("--num-layers 2 ", "") + " --min-lr 0 --attention-dropout 0"
+    problems, notes = checked(f"{PATTERN} {flags}", 2, base=base)
+    assert bool(problems) == (code is not None), problems
+    assert not notes and all(code in problem for problem in problems), (problems, notes)
+
+
+def test_a_pattern_is_the_layers_that_it_names():
+    """The same parameters and logits as layers of two blocks have."""
+    pattern = {k: v for k, v in HYBRID.items() if "attention" not in k}
+    one = tiny_model(torch.float64, scramble=True, **HYBRID)
+    flags = pattern | dict(hybrid_layer_pattern="G-*-G-", num_layers=6)
+    other = tiny_model(torch.float64, **flags)
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    with torch.no_grad():
+        for p, q in pairs:
+            q.copy_(p)
+        ids, _ = tokens()
+        torch.testing.assert_close(one(ids), other(ids))
 
 
 def test_flags_that_need_each_other():

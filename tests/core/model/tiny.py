@@ -110,6 +110,11 @@ OPTIONS = {
     },
     "a score of 0 in each denominator": {"softmax_type": "off-by-one"},
     "capped scores": {**MODELS["llama"], "attn_logit_softcapping": 0.2},
+    "output gates, a pattern of blocks": {
+        **MODELS["llama"],
+        "attention_output_gate": True,
+        "hybrid_layer_pattern": "*-*",
+    },
     "xielu": {**MODELS["llama"], "swiglu": False, "xielu": True},
     "parallel residual": {**ROPE, "rotary_percent": 0.5, "use_parallel_residual": True},
 }

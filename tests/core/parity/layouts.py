@@ -197,6 +197,13 @@ MLA_MOE = (*with_flags(EP_MOE, *MLA),)
 DELTA_MOE = (*EP_MOE, *DELTA)
 MTP_MOE = (*EP_MOE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.7")
 TIED_MTP = tuple(flag for flag in MTP if flag != "--untie-embeddings-and-output-weights")
+# Output gates of attention; layers of one block each, on stages of two, one, one and two of them.
+GATES = (*LLAMA, "--qk-layernorm", "--attention-output-gate")
+BLOCKS = "--hybrid-layer-pattern"
+PATTERN = (
+    *with_flags(EP_MOE, "--moe-layer-freq", "1", "--num-layers", "6", BLOCKS, "*E|*|-|*E"),
+    *("--qk-layernorm", "--attention-output-gate"),
+)
 DEEP_EP_MOE = (*with_flags(EP_MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_MOE = (
     *with_flags(DEEP_MOE, "--moe-aux-loss-coeff", "0.05", "0.1", "0.02"),
@@ -288,6 +295,7 @@ CASES = {
     ),
     "ep2, experts, all-to-all": Case(MOE, 2, (EP, "2", *A2A)),
     "ep2, experts, all-gather": Case(MOE, 2, (EP, "2")),
+    "pp2 vpp2, a pattern of blocks, output gates": Case(PATTERN, 2, (PP, "2")),
     "tp2 sp, Gemma 3": Case(GEMMA, 2, (TP, "2", SP)),
     "tp2 sp, experts, gpt-oss": Case(GPT_OSS, 2, (TP, "2", SP)),
     "ep2 cp2, all-to-all, experts, gpt-oss": Case(GPT_OSS, 2, (EP, "2", *A2A, CP, "2")),
@@ -360,6 +368,30 @@ CAMPAIGN = {
     "dp2, ZeRO-3, Muon": muon(LLAMA, 2, ZERO3),
     "etp1 ep2 tp2 sp dp2, all-to-all, ZeRO-3, Muon, experts": muon(
         EP_MOE, 4, (ETP, "1", EP, "2", *A2A, TP, "2", SP, *ZERO3)
+    ),
+    "etp1 ep2 tp2 sp, all-to-all, a pattern of blocks, output gates": Case(
+        PATTERN, 2, (ETP, "1", EP, "2", *A2A, TP, "2", SP)
+    ),
+    "pp2 dp2, distributed optimizer, overlap, a pattern of blocks, multi-token prediction": Case(
+        (*with_flags(PATTERN, BLOCKS, "*E|*-*E/*E"), "--mtp-num-layers", "1"),
+        4,
+        (PP, "2", *OVERLAP),
+        only=FULL,
+    ),
+    "tp4 sp, two query groups, output gates": Case(
+        (*with_flags(GATES, "--num-query-groups", "2"),), 4, (TP, "4", SP), only=SELECTIVE
+    ),
+    "cp2 tp2 sp, output gates, masked documents": Case(
+        (*GATES, *DOCUMENTS), 4, (CP, "2", TP, "2", SP)
+    ),
+    "tp2 sp, output gates, Muon": muon(GATES, 2, (TP, "2", SP)),
+    "pp2, a pattern of blocks, gated delta nets, masked documents": Case(
+        (
+            *with_flags((*GATES, *DOCUMENTS), "--num-layers", "5", BLOCKS, "G-|*G-"),
+            *DELTA[4:],
+        ),
+        2,
+        (PP, "2"),
     ),
     "cp4, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4")),
     "pp3, windows": Case(WINDOWS, 3, (PP, "3")),

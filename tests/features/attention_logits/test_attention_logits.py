@@ -50,6 +50,9 @@ KINDS = {
     "queries of hidden states": LATENT,
     "grouped queries, biases": dict(group_query_attention=True, num_query_groups=2),
     "heads": dict(position_embedding_type="rope"),
+    "output gates": dict(
+        group_query_attention=True, num_query_groups=2, attention_output_gate=True
+    ),
 }
 
 
@@ -149,6 +152,13 @@ def test_powers_of_the_parts_of_a_latent_head():
         "linear_q_up_proj.weight": ((6, 0.3), (4, 1.0)),
         "linear_kv_up_proj.weight": ((6, 0.7), (5, 0.0)),
     }
+
+
+def test_powers_of_the_rows_of_a_query_group():
+    """Not of gates and values."""
+    config = config_from(RunConfig, DEFAULTS | KINDS["output gates"])
+    rows = ((16, 0.3), (16, 0.0), (8, 0.7), (8, 0.0))
+    assert set(config.model.layer(0).mixer.clipped(0.3).values()) == {rows}
 
 
 CLIP = ("--qk-clip", "--qk-clip-threshold", "0.004", "--qk-clip-alpha", "0.3")

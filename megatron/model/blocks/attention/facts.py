@@ -63,6 +63,23 @@ class Attention(Mixer):
         """Width of all key heads together; values have the same."""
         return self.model.query_groups * self.head_dim
 
+    @property
+    def gates(self) -> int:
+        """Width of the gates of all query heads; 0 without."""
+        return self.query if self.model.attention_output_gate else 0
+
+    @property
+    def projected(self) -> int:
+        """Rows of linear_qkv."""
+        return self.query + self.gates + 2 * self.key
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Those of a query group: its query heads, their gates, its key head, its value head."""
+        m = self.model
+        queries = self.query // m.query_groups
+        return (queries, *[queries] * m.attention_output_gate, self.head_dim, self.head_dim)
+
     def groups_of_rank(self, tp: int) -> int:
         """Key/value heads on each of `tp` ranks; 1 where several ranks share one."""
         return max(1, self.model.query_groups // tp)
@@ -90,8 +107,8 @@ class Attention(Mixer):
         factor. None where norms of heads would undo it."""
         if self.model.qk_layernorm:
             return {}
-        queries = (self.query // self.model.query_groups, alpha)
-        rows = (queries, (self.head_dim, 1.0 - alpha), (self.value_dim, 0.0))
+        powers = (alpha, *[0.0] * self.model.attention_output_gate, 1.0 - alpha, 0.0)
+        rows = tuple(zip(self.parts, powers, strict=True))
         return {"linear_qkv.weight": rows, "linear_qkv.bias": rows}
 
     @property
@@ -102,7 +119,8 @@ class Attention(Mixer):
         groups = m.query_groups
         shared = "" if groups == m.num_attention_heads else f" ({groups} key/value)"
         window = "" if self.window is None else f", a window of {self.window}"
-        return f"{heads}{shared} of {self.head_dim}{window}"
+        gates = ", output gates" if m.attention_output_gate else ""
+        return f"{heads}{shared} of {self.head_dim}{window}{gates}"
 
     def refuses(self, f: Rules) -> Iterator[str]:
         """Heads that do not fit the width, the query groups, the ranks or flash-attn."""
@@ -253,15 +271,13 @@ class Attention(Mixer):
         split = f" with --tensor-model-parallel-size {tp}" if tp > 1 else ""
         remedy = "change --kv-channels or the heads"
         yield self.query // tp, f"the width of a rank's query heads{split}", remedy
-        widths = (self.query + 2 * self.key) // tp
-        yield widths, f"the width of a rank's queries, keys and values{split}", remedy
+        yield self.projected // tp, f"the width of a rank's queries, keys and values{split}", remedy
 
     def parameters(self, prefix: str, draw: LayerScheme) -> list[ParameterSpec]:
-        """Rows of linear_qkv by query group: its query heads, its key head, its value head."""
+        """Rows of linear_qkv by query group, as `parts` says."""
         m = self.model
         d = self.head_dim
-        parts = Matrices(parts=(m.num_attention_heads // m.query_groups * d, d, d))
-        shape = (self.query + 2 * self.key, m.hidden_size)
+        shape, parts = (self.projected, m.hidden_size), Matrices(parts=self.parts)
         table = column(prefix + "linear_qkv", shape, m.qkv_bias, draw("qkv"), parts)
         for name, width in (("q_layernorm", self.query), ("k_layernorm", self.key)):
             if m.qk_layernorm and m.qk_layernorm_all_heads:
@@ -286,7 +302,7 @@ class Attention(Mixer):
     def flops(self) -> Flops:
         """Of the core the whole square of positions, or its rows of a window."""
         m = self.model
-        linear = 2 * m.hidden_size * 2 * (self.query + self.key)
+        linear = 2 * m.hidden_size * (self.projected + self.query)
         return Flops(linear, 4 * (self.window_in(m.seq_length) or m.seq_length) * self.query)
 
     def saved(self, sizes: Sizes) -> int:
@@ -296,16 +312,18 @@ class Attention(Mixer):
         d = self.head_dim
         query, key = self.query // sizes.tp, self.groups_of_rank(sizes.tp) * d
         heads, groups = query // d, key // d
+        gates = self.gates // sizes.tp
         ranks = self._exchanging(sizes)
+        rows = query + gates + 2 * key
         # with queries of all groups, made contiguous
-        projected = query + 2 * key + (query if groups > 1 and heads > groups else 0)
-        widths = query
+        projected = rows + (query if groups > 1 and heads > groups else 0)
+        widths = query + 2 * gates  # their sigmoid, and its product with the core's result
         if m.qk_layernorm and m.qk_layernorm_after_rope and self.rope is not None:
-            widths += query + key + (0 if ranks > 1 else query + 2 * key)  # rotated
+            widths += query + key + (0 if ranks > 1 else rows)  # rotated
         elif m.qk_layernorm:
             widths += projected
         elif ranks == 1:
-            widths += projected if self.rope is None else query + 2 * key
+            widths += projected if self.rope is None else rows
         if ranks > 1:
             widths += query + 2 * max(key, ranks * d)
         elif self.rope is not None or m.qk_layernorm:
@@ -362,7 +380,8 @@ class Attention(Mixer):
 
     def backward(self, sizes: Sizes) -> int:
         """Of the projection of queries, keys and values."""
-        local = (self.query // sizes.tp) + 2 * self.groups_of_rank(sizes.tp) * self.head_dim
+        groups = 2 * self.groups_of_rank(sizes.tp) * self.head_dim
+        local = (self.query + self.gates) // sizes.tp + groups
         stream = sizes.rows * sizes.hidden * sizes.itemsize
         return sizes.linear_backward(local, sizes.hidden) + stream
 
@@ -377,7 +396,7 @@ class Attention(Mixer):
             forward.append(means)
             backward.append(means)
         if sizes.tp > m.query_groups:  # queries, keys and values of all ranks, and their gradients
-            nbytes = sizes.tokens * (self.query + 2 * self.key) * sizes.itemsize
+            nbytes = sizes.tokens * self.projected * sizes.itemsize
             forward.append(Transfer("tp", "all-gather", 1, nbytes))
             backward.append(Transfer("tp", "reduce-scatter", 1, nbytes))
         keys, gradients = self._context_parallel(sizes)

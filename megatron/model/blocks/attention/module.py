@@ -48,10 +48,10 @@ class SelfAttention(BlockModule):
     """Attention of this rank's heads (Vaswani et al. 2017; groups of query heads share a key and a
     value head).
 
-    Rows of linear_qkv by query group: the group's query heads, its key head, its value head. Scores
-    and softmax are fp32 at least in every kernel, so --attention-softmax-in-fp32 is always on and
-    --apply-query-key-layer-scaling, which keeps half-precision scores in range, has nothing left to
-    do.
+    Rows of linear_qkv by query group: the group's query heads, with --attention-output-gate the
+    gates of these, its key head, its value head. Scores and softmax are fp32 at least in every
+    kernel, so --attention-softmax-in-fp32 is always on and --apply-query-key-layer-scaling, which
+    keeps half-precision scores in range, has nothing left to do.
     """
 
     rotate: Callable[..., torch.Tensor]
@@ -190,7 +190,7 @@ class SelfAttention(BlockModule):
         document."""
         document_ids = inputs.document_ids
         dropout_seed = seeds.get("attention")
-        q, k, v = self.project(x)
+        q, k, v, gates = self.project(x)
         if not self.norm_after_rope:
             q, k = self.normalize(q, k)
         if inputs.rotary is not None:
@@ -200,8 +200,11 @@ class SelfAttention(BlockModule):
         if self.norm_after_rope:
             q, k = self.normalize(q, k)
         if self.cache is not None:
-            return self.linear_proj(self.attend_cached(self.cache, q, k, v).flatten(2))
-        y = self.attend_to(*self.share(q, k, v), document_ids, dropout_seed)
+            y = self.attend_cached(self.cache, q, k, v)
+        else:
+            y = self.attend_to(*self.share(q, k, v), document_ids, dropout_seed)
+        if gates is not None:
+            y = y * gates
         return self.linear_proj(y.flatten(2))
 
     def share(
@@ -242,24 +245,30 @@ class SelfAttention(BlockModule):
         return self.q_layernorm(q), self.k_layernorm(k)
 
     def own_queries(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part [s, b, ...] of the rows of linear_qkv -> its queries and the key and
-        value that they share with other ranks, whose gradients for these are summed."""
+        """This rank's part [s, b, ...] of the rows of linear_qkv -> its queries, their gates, and
+        the key and value that they share with other ranks, whose gradients for these are summed."""
         qkv = gather_sequence(rows, self.tp, -1)
         qkv = qkv.unflatten(-1, (self.all_groups, -1, self.head_dim))
         ranks = self.tp.size // self.all_groups  # that share a group
         group, number = divmod(self.tp.rank, ranks)
-        first = number * self.queries_per_group
-        queries = qkv[..., group, first : first + self.queries_per_group, :]
-        return torch.cat((queries, qkv[..., group, -2:, :]), -2).flatten(-2)
+        heads = qkv[..., group, :-2, :].unflatten(-2, (-1, ranks, self.queries_per_group))
+        own = heads[..., number, :, :].flatten(-3, -2)
+        return torch.cat((own, qkv[..., group, -2:, :]), -2).flatten(-2)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """x [s, b, h] -> queries [s, b, n, d], keys and values [s, b, g, d] of this rank's n heads
-        in g groups."""
+        in g groups, and factors [s, b, n, d] of the core's result, if there are any."""
         qkv = self.linear_qkv(x)
         if self.tp.size > self.all_groups:
             qkv = self.own_queries(qkv)
-        qkv = qkv.unflatten(-1, (self.groups, self.queries_per_group + 2, self.head_dim))
-        return functional.split_qkv(qkv, self.queries_per_group)
+        qkv = qkv.unflatten(-1, (self.groups, -1, self.head_dim))
+        n = self.queries_per_group
+        if not self.facts.gates:
+            return *functional.split_qkv(qkv, n), None
+        q, gates, k, v = qkv.split((n, n, 1, 1), 3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gates.sigmoid().flatten(2, 3)
 
     def core(
         self,

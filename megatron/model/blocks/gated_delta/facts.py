@@ -77,7 +77,15 @@ class GatedDeltaNet(Mixer):
     def refuses(self, f: Rules) -> Iterator[str]:
         """Heads that cannot share keys or ranks, parts of a sequence, FP8, LayerNorm."""
         names = ("linear_num_key_heads", "linear_num_value_heads", "tensor_model_parallel_size")
-        variant = f.say("experimental_attention_variant")
+        by_letter = f["hybrid_layer_pattern"] is not None
+        variant = f.say("hybrid_layer_pattern" if by_letter else "experimental_attention_variant")
+        if f["normalization"] != "RMSNorm":
+            yield (
+                f"{variant}: needs --normalization RMSNorm, as its own norm is; add that "
+                "[flag-needs-other-flag]"
+            )
+        if f["use_mup"]:
+            yield f"--use-mup: not with {variant}; omit one of the two [flags-exclude-each-other]"
         if f["context_parallel_size"] > 1:
             yield (
                 f"{f.say('context_parallel_size')}: the state of {variant} needs all earlier "

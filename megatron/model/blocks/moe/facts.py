@@ -148,6 +148,8 @@ class MixtureOfExperts(Block):
         nbytes += sizes.rows * self.model.experts * 3 * sizes.wide
         if "shared_experts" not in sizes.config.training.recomputed_modules:
             nbytes += sizes.tokens * activation_bytes(sizes, self.shared // sizes.tp)
+            if self.model.moe_shared_expert_gate:  # what the gate is multiplied with
+                nbytes += sizes.rows * (sizes.hidden + 1) * sizes.itemsize
         return nbytes
 
     def backward(self, sizes: Sizes) -> int:

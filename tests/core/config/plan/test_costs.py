@@ -166,6 +166,11 @@ MODELS = {
     "latent attention without norms": MLA | dict(qk_layernorm=False),
     "gated delta nets": DELTA,
     "gated delta nets, bf16": DELTA | dict(bf16=True, linear_attention_freq="[1,0,1,1]"),
+    "output gates": LLAMA | dict(attention_output_gate=True),
+    "output gates, norms, bf16": LLAMA
+    | dict(attention_output_gate=True, qk_layernorm=True, bf16=True),
+    "output gates, no positions": dict(attention_output_gate=True),
+    "a pattern of blocks": LLAMA | dict(hybrid_layer_pattern="*--*"),
     "multi-token prediction": LLAMA | dict(mtp_num_layers=2),
     "multi-token prediction, LayerNorm, bf16": dict(
         mtp_num_layers=1, position_embedding_type="rope", bf16=True
@@ -186,6 +191,8 @@ EXPERTS = {
     "experts, biases, bf16": MOE
     | dict(quick_geglu=True, swiglu=False, add_mlp_bias=True, bf16=True),
     "experts, 8 bits": MOE | dict(bf16=True, fp8="hybrid"),
+    "a pattern of blocks with experts": MOE
+    | dict(hybrid_layer_pattern="*E-E", moe_shared_expert_gate=True),
     "experts, capacity": MOE | dict(moe_expert_capacity_factor=0.5),
     "experts, moe recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe",)),
     "experts, activation recomputed": MOE | SELECTIVE | dict(recompute_modules=("moe_act",)),
@@ -262,6 +269,7 @@ def test_a_plan_is_of_the_device_that_a_run_here_would_have(monkeypatch, flags, 
         ({}, False),
         (LLAMA, True),
         (LLAMA | FULL, True),
+        (LLAMA | dict(attention_output_gate=True), True),
         (RECOMPUTE["selective"], False),
         (MLA, True),
         (DELTA, True),
@@ -287,6 +295,7 @@ BY_HEADS = {
     "bf16": LLAMA | dict(bf16=True),
     "selective": LLAMA | RECOMPUTE["selective"],
     "full": FULL,
+    "output gates": LLAMA | dict(attention_output_gate=True),
     "mla": MLA,
     "latents and core": RECOMPUTE["latents and core"],
 }
