@@ -84,7 +84,6 @@ REFUSED = {
     "qk_l2_norm": True,
     "spec": ["a", "b"],
     "experimental_attention_variant": "dsa",
-    "mtp_num_layers": 1,
     "is_hybrid_model": True,
     "hybrid_override_pattern": "M*-",
     "position_embedding_type": "mrope",
