@@ -137,8 +137,9 @@ class Layout:
     def elements(self, members: Collection[int] | None = None) -> list[int]:
         """How many elements each shard updates: of all parameters, or of these numbers."""
         counts = []
-        for rank in range(self.shards):
-            ranks = (rank * bucket.shards // self.shards for bucket in self.buckets)
+        shards = self.shards
+        for rank in range(shards):
+            ranks = (rank * bucket.shards // shards for bucket in self.buckets)
             spans = self._spans(ranks)
             if members is not None:
                 spans = [spans[number] for number in members]
