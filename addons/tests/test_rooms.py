@@ -30,6 +30,7 @@ USED = {
     "object_storage": "",
     "ops": "--data-ledger {}/ledger --run-events --crash-loop-limit 1 --log-straggler --gpu-sniff-test-interval 2 --verify-step-interval 1 "
     "--verify-step-action majority --eval-tasks {}/task.yaml --eval-tasks-interval 1",
+    "planner": "",
     "ray": "",
     "serving": "",
     "spikes": "",

@@ -4,7 +4,7 @@ data-parallel rank owns, as integers."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -136,14 +136,22 @@ class Layout:
 
     def elements(self, members: Collection[int] | None = None) -> list[int]:
         """How many elements each shard updates: of all parameters, or of these numbers."""
-        counts = []
         shards = self.shards
-        for rank in range(shards):
-            ranks = (rank * bucket.shards // shards for bucket in self.buckets)
-            spans = self._spans(ranks)
-            if members is not None:
-                spans = [spans[number] for number in members]
-            counts.append(sum(stop - start for start, stop in spans))
+        counts = [0] * shards
+        wanted = None if members is None else set(members)
+        for bucket in self.buckets:
+            cuts = bucket.cuts
+            each = shards // bucket.shards
+            for number in bucket.members if wanted is None else wanted.intersection(bucket.members):
+                start = self.starts[number]
+                stop = start + self.sizes[number]
+                shard = bisect_right(cuts, start) - 1
+                while start < stop and shard < bucket.shards:
+                    end = min(stop, cuts[shard + 1])
+                    for rank in range(shard * each, (shard + 1) * each):
+                        counts[rank] += end - start
+                    start = end
+                    shard += 1
         return counts
 
 

@@ -485,7 +485,8 @@ def bytes_per_rank(
     matrices = count_parameters([table[number] for number in of_muon], _axes(config))
     if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
-        each = list(zip(layout.elements(), layout.elements(of_muon), strict=True))
+        elements = layout.elements()
+        each = list(zip(elements, layout.elements(of_muon), strict=True))
         # Adam has three tensors of a main weight in 32 bits
         most = max(each, key=lambda counts: 3 * counts[0] - fewer * counts[1])
         owned, matrices = most if shard is None else each[shard]
@@ -493,8 +494,7 @@ def bytes_per_rank(
     weights, gradients = n, n
     of_units = {}
     if shares_units(config, plan):
-        layout = flat_layout(config, plan, stage)
-        gradients = max(layout.elements())
+        gradients = max(elements)
         if config.parallel.shares_weights:
             # what no optimizer updates is whole on every rank
             weights = n - sum(layout.sizes) + gradients

@@ -1,0 +1,67 @@
+"""The flags of tools/plan.py beside those of the run. Imports no numpy, so that --help is
+immediate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.arguments import arg, flags_of_group, is_flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of the plan."""
+
+    gpus: int | None = arg(None, minimum=1, help="number of GPUs of the run")
+    gpu: str = arg(
+        "h100", metavar="NAME", help="kind of GPU: a file of addons/planner/machines, or a .toml"
+    )
+    search: bool = arg(
+        False, help="rank all parallel layouts that fit, and print the best as flags"
+    )
+    top: int = arg(10, minimum=1, help="with --search: number of layouts to print")
+    tokens: float | None = arg(None, above=0, help="tokens of the whole run: days, energy, price")
+    mtbf_hours: float | None = arg(
+        None, above=0, help="hours between two failures of the whole job: lost time, save interval"
+    )
+    save_seconds: float = arg(30.0, above=0, help="seconds that a save stops training for")
+    restart_seconds: float = arg(600.0, minimum=0, help="seconds from a failure to the next step")
+    price: float | None = arg(None, above=0, help="price of an hour of a GPU")
+    plot: str | None = arg(
+        None, metavar="FILE", help="draw where time goes, or predicted over measured (.png, .svg)"
+    )
+    evaluate: str | None = arg(
+        None,
+        metavar="FILE",
+        help="compare predictions with a table of measured runs, without a run",
+    )
+    leave_out: bool = arg(
+        False, help="with --evaluate: also by fits without each source and without random thirds"
+    )
+    refit: bool = arg(
+        False, help="with --evaluate: first fit machines/fitted.json to the table, in a checkout"
+    )
+
+
+def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(words of these flags, words of the run)."""
+    flags = {
+        spelling: flag
+        for flag in flags_of_group(Options, "").values()
+        for spelling in flag.spellings
+    }
+    own: list[str] = []
+    others: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if name not in flags and name not in ("-h", "--help", "--version", "--explain"):
+            others.append(word)
+            continue
+        own.append(word)
+        takes = name in flags and flags[name].kind == "value"
+        if takes and not equals and words and not is_flag(words[0]):
+            own.append(words.pop(0))
+    return own, others

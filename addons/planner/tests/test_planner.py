@@ -1,0 +1,288 @@
+"""tools/plan.py: predicted steps against those measured on an H200, the schedule's bubble, layouts
+that are searched, tables of measured runs, and bad input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.addons.planner import evaluate, points, search
+from megatron.addons.planner.fit import fit
+from megatron.addons.planner.machines import Constants, load, names
+from megatron.addons.planner.run_sizes import sizes
+from megatron.addons.planner.step_time import Runs, collective, flops, parameters, step_seconds
+from megatron.config.command_line import planned
+from megatron.config.plan.plan import make_plan
+from megatron.config.plan.schedules import bubble_fraction
+from tests.load_tool import exit_code, load_tool
+from tests.problems import assert_reported, numbers
+
+# One H200, eager, bf16, mock data, 2026-11-28: model, micro-batches, milliseconds of a step.
+H200 = {
+    "GPT-2 124M": ("12 768 12 12 3072 50304 1024 --micro-batch-size 32", 4, 262.9),
+    "Llama 1B": ("16 2048 16 16 5632 32000 2048 --swiglu --micro-batch-size 8", 2, 364.7),
+    "4 groups": ("16 2048 16 4 5632 32000 4096 --swiglu --micro-batch-size 4", 2, 355.0),
+    "GPT 1.3B": ("24 2048 16 16 8192 50304 1024 --micro-batch-size 8", 4, 508.1),
+    "GPT-2 1.5B": ("48 1600 25 25 6400 50304 1024 --micro-batch-size 16", 2, 668.7),
+    "Llama 3B": ("28 3072 24 8 8192 128256 4096 --swiglu --micro-batch-size 2", 4, 1310.2),
+    "Llama 7B": ("32 4096 32 32 11008 32000 4096 --swiglu --micro-batch-size 1", 2, 697.2),
+}
+TITLES = (
+    "source model gpu layers hidden heads kv_heads head_dim ffn glu vocab experts seq gbs_seqs mbs "
+    "tp pp vpp dp gpus zero_fsdp recompute precision step_s notes"
+).split()
+
+
+def words(model: str, micro_batches: int = 1, ranks: int = 1) -> list[str]:
+    layers, hidden, heads, groups, ffn, vocab, seq, *others = model.split()
+    batch = int(others[-1]) * micro_batches * ranks
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
+        f"--group-query-attention --num-query-groups {groups} --ffn-hidden-size {ffn} "
+        f"--vocab-size {vocab} --tokenizer-type NullTokenizer --seq-length {seq} --mock-data "
+        f"--max-position-embeddings {seq} --global-batch-size {batch} --train-iters 1 --lr 1e-4 "
+        f"--bf16 --device cuda {' '.join(others)}"
+    ).split()
+
+
+def run_of(line, gpus: int = 1, gpu: str = "h200") -> Runs:
+    plan = make_plan(line.config, gpus, line.config.data.vocab_size)
+    return sizes(line.config, plan, load(gpu))
+
+
+def seconds(run: Runs, gpu: str = "h200") -> float:
+    return float(sum(step_seconds(load(gpu).constants, run).values()))
+
+
+@pytest.fixture
+def plan(capsys):
+    """Call tools/plan.py; returns (exit code, stdout, stderr)."""
+    tool = load_tool("plan")
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        from megatron.addons.planner import program
+
+        assert tool is not None
+        code = exit_code(program.main, *argv)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("model", H200)
+def test_steps_measured_on_an_h200(model):
+    flags, micro_batches, milliseconds = H200[model]
+    line, problems = planned(words(flags, micro_batches), 1)
+    assert problems == []
+    assert seconds(run_of(line)) * 1000 == pytest.approx(milliseconds, rel=0.05)
+
+
+def test_parameters_and_flops_are_those_of_the_plan():
+    plain = "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope".split()
+    line, _ = planned([*words(H200["Llama 3B"][0]), *plain], 1)
+    made = make_plan(line.config, 1, 128256)
+    run = run_of(line)
+    dense, experts, embedding = parameters(run)
+    norms = (2 * 28 + 1) * 3072
+    tied = line.config.model.tied
+    assert dense + (1 if tied else 2) * embedding + norms == made.num_parameters and experts == 0
+    matrices = (dense + embedding) * 6
+    assert flops(run, causal=False) / run.batch / run.seq == pytest.approx(
+        matrices + 12 * 28 * 4096 * 3072
+    )
+
+
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(4, 1, 8), (8, 2, 16), (2, 4, 6)])
+def test_the_bubble_is_the_schedules(stages, chunks, micro_batches):
+    line, _ = planned(words(H200["Llama 1B"][0], micro_batches), 1)
+    run = replace(run_of(line), pp=stages, vpp=chunks, vocab=1)
+    kinds = step_seconds(load("h100").constants, run)
+    busy = sum(float(kinds[kind]) for kind in kinds) - float(kinds["bubble"])
+    busy -= float(kinds["optimizer"])
+    share = float(kinds["bubble"]) / busy
+    assert share == pytest.approx(bubble_fraction(stages, micro_batches, chunks), rel=0.01)
+
+
+def test_what_leaves_a_node_goes_over_its_network():
+    m = load("h100").constants
+    run = Runs(
+        **dict.fromkeys(
+            "layers hidden heads groups head_dim value_dim ffn gated vocab seq keys batch micro".split(),
+            1,
+        )
+    )
+    inside = float(collective(m, run, 8, 1, 1e9))
+    near = float(collective(m, run, 16, 1, 1e9))  # 8 of each node share the ring
+    far = float(collective(m, run, 16, 8, 1e9))  # one of each node
+    assert inside == pytest.approx(1e9 * 7 / 8 / (450e9 * m["nvlink"]), rel=0.02)
+    assert far - near == pytest.approx(1e9 * 15 / 16 * (1 / (50e9 * m["net"])), rel=0.3)
+    assert float(collective(m, run, 1, 1, 1e9)) == 0
+
+
+def test_least_squares_find_what_made_the_data():
+    x = np.linspace(1, 5, 40)
+    truth = np.array([0.3, -0.7])
+    measured = np.exp(truth[0] + truth[1] * x)
+    measured[3] *= 5  # an outlier, which does not count with its square
+    guess = fit(lambda q: q[0] + q[1] * x, measured, np.zeros(2), np.full(2, 10.0))
+    assert guess == pytest.approx(truth, abs=0.02)
+
+
+def rows(tmp_path: Path, count: int = 12, factor: float = 1.3) -> str:
+    """A table of runs of one system whose steps are the prediction times a factor."""
+    base = dict.fromkeys(TITLES, "") | {
+        "source": "made",
+        "model": "m",
+        "gpu": "H100",
+        "layers": "24",
+        "hidden": "2048",
+        "heads": "16",
+        "kv_heads": "16",
+        "head_dim": "128",
+        "ffn": "8192",
+        "glu": "0",
+        "vocab": "50304",
+        "seq": "2048",
+        "gbs_seqs": "256",
+        "gpus": "64",
+        "vpp": "1",
+        "zero_fsdp": "zero1",
+        "recompute": "none",
+        "precision": "bf16",
+        "step_s": "1",
+    }
+    table = []
+    for number in range(count):
+        tp, pp = 2 ** (number % 3), 2 ** (number // 3 % 2)
+        micro = 2 ** (number // 6)
+        table.append(
+            base | {"tp": str(tp), "pp": str(pp), "dp": str(64 // tp // pp), "mbs": str(micro)}
+        )
+    predicted = evaluate.predict(table)
+    for row, step in zip(table, predicted, strict=True):
+        row["step_s"] = f"{step * factor:.6f}"
+    table[0]["gpu"] = "Z80"
+    path = tmp_path / "points.tsv"
+    path.write_text("\n".join("\t".join(row) for row in [TITLES, *(r.values() for r in table)]))
+    return str(path)
+
+
+def test_a_table_of_runs_is_judged(plan, tmp_path):
+    code, out, err = plan("--evaluate", rows(tmp_path), "--plot", tmp_path / "errors.png")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("1 ")  # of a machine without a file
+    before, after = (numbers(line) for line in lines if "90th" in line)
+    assert before[1] == pytest.approx(23.1, abs=0.1) and after[0] < 4
+    assert (tmp_path / "errors.png").read_bytes()[:4] == b"\x89PNG"
+    regrets = [numbers(line) for line in lines if line.startswith("regret of")]
+    assert regrets[0][:2] == [0, 0] and regrets[1][1] >= 0 and len(regrets) == 3
+
+
+def test_no_row_is_corrected_by_itself():
+    table = [{"source": "s", "gpu": "H100"} for _ in range(3)]
+    found = evaluate.Comparison(table, np.ones(3), np.array([1.0, 1.0, 9.0]))
+    assert evaluate.factors(found)[2] == 1
+    alone = evaluate.Comparison(table[:1], np.ones(1), np.array([9.0]))
+    assert evaluate.factors(alone) == 1
+
+
+def test_constants_come_back_from_steps_that_they_made(tmp_path):
+    table, _ = evaluate.read(rows(tmp_path, 40, factor=1.0))
+    constants = Constants(["h100"])
+    truth = constants.start.copy()
+    truth[0] -= 0.1  # slower GEMMs
+    which = np.zeros(len(table), int)
+    runs = points.runs(table)
+    measured = sum(step_seconds(constants.of(truth, which), runs).values())
+    x = constants.fitted(runs, which, measured, which)
+    again = sum(step_seconds(constants.of(x, which), runs).values())
+    assert again == pytest.approx(measured, rel=0.03)
+
+
+def test_the_best_layouts_fit_and_are_flags(plan):
+    argv = words(H200["Llama 7B"][0], 64)
+    code, out, err = plan(*argv, "--gpus", 64, "--gpu", "h100", "--search", "--top", 3)
+    assert code == 0, err
+    ranked = [line for line in out.splitlines() if line.lstrip()[:2] in ("1.", "2.", "3.")]
+    steps = [numbers(line)[1] for line in ranked]
+    assert len(ranked) == 3 and steps == sorted(steps)
+    flags = ranked[0].split(": ", 1)[1].split()
+    line, problems = planned([*program_words(argv), *flags], 64)
+    assert problems == []
+    assert seconds(run_of(line, 64, "h100"), "h100") == pytest.approx(steps[0], rel=0.001)
+
+
+def program_words(argv: list[str]) -> list[str]:
+    from megatron.addons.planner.program import _without_layout
+
+    return _without_layout(argv)
+
+
+def test_the_search_passes_over_no_layout():
+    """Of a small cell, against all products of sizes that the rules of flags take."""
+    argv = program_words(words("4 256 4 4 512 512 512 --micro-batch-size 1", 8))
+    line, _ = planned([*argv, "--micro-batch-size", "1"], 8)
+    run = run_of(line, 8, "h100")
+    table = search.layouts(run, 8)
+    listed = set(
+        zip(*(np.asarray(getattr(table, n)).tolist() for n in ("tp", "pp", "micro")), strict=True)
+    )
+    wanted = set()
+    for tp, pp, micro in ((a, b, c) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) for c in (1, 2, 4, 8)):
+        if tp * pp <= 8:
+            flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
+            flags += f"--micro-batch-size {micro}"
+            if not planned([*argv, *flags.split()], 8)[1]:
+                wanted.add((tp, pp, micro))
+    assert listed == wanted
+
+
+def test_days_price_and_lost_time(plan):
+    argv = words(H200["Llama 7B"][0], 64)
+    code, out, err = plan(
+        *argv, *"--gpus 1 --gpu h200 --tokens 1e9 --mtbf-hours 2 --price 3".split()
+    )
+    assert code == 0, err
+    said = {line.split(":")[0].split(" ")[0]: numbers(line) for line in out.splitlines()}
+    rate = said["tokens/s"][0]
+    interval = said["failures"][1]
+    assert interval == pytest.approx((2 * 30 * 7200) ** 0.5, abs=1)
+    lost = 30 / interval + (interval / 2 + 600) / 7200
+    days = 1e9 / rate / 86400 / (1 - lost)
+    total = next(numbers(line) for line in out.splitlines() if "tokens: " in line)
+    assert total[1] == pytest.approx(days, abs=0.01)
+    assert total[-1] == pytest.approx(days * 24 * 3, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "named"),
+    [
+        (["--gpus", "0"], "value-out-of-range", "--gpus"),
+        ([], "flag-missing", "--gpus"),
+        (["--gpus", "1", "--gpu", "z80"], "value-not-a-choice", "--gpu"),
+        (["--evaluate", "nowhere.tsv"], "file-not-readable", "nowhere.tsv"),
+        (["--gpus", "67", "--search"], "no-layout-fits", "--gpus"),
+    ],
+)
+def test_bad_input(plan, argv, code, named):
+    run = words(H200["Llama 7B"][0], 8) if "--gpus" in argv else []
+    status, _, err = plan(*run, *argv)
+    assert status == 2
+    assert_reported(err, code, named)
+
+
+def test_every_machine_loads_and_says_where_its_figures_come_from():
+    assert "h100" in names()
+    for name in names():
+        assert (
+            step_seconds(load(name).constants, run_of(planned(words(H200["GPT-2 124M"][0]), 1)[0]))[
+                "GEMM"
+            ]
+            > 0
+        )
+    folder = Path(evaluate.FOLDER)
+    assert all(path.read_text().startswith("# ") for path in folder.glob("*.toml"))
+    assert set(json.loads((folder / "fitted.json").read_text())) >= {"common", "h100", "a100-80gb"}
