@@ -231,7 +231,9 @@ def test_the_search_passes_over_no_layout():
         zip(*(np.asarray(getattr(table, n)).tolist() for n in ("tp", "pp", "micro")), strict=True)
     )
     wanted = set()
-    for tp, pp, micro in ((a, b, c) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) for c in (1, 2, 4, 8)):
+    for tp, pp, micro in (
+        (a, b, c) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) for c in (1, 2, 4, 8)
+    ):
         if tp * pp <= 8:
             flags = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} "
             flags += f"--micro-batch-size {micro}"

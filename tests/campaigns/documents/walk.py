@@ -61,7 +61,7 @@ OTHERS = {
     "addons/internlm/internlm.md": ("addons/internlm/tests/test_examples.py",) * 3,
     "docs/features/spikes.md": ("examples/auroragpt_skip/spike.sh",) * 3,
     "addons/lab/trace.md": ("addons/lab/tests/trace/test_large_models.py",),
-    "addons/planner/planner.md": ("",),
+    "addons/planner/planner.md": ("", ""),
     "docs/gpu.md": ("GPU",),
     "docs/moe.md": ("tests/written_tables.py",),
     "docs/mup.md": ("addons/lab/tests/test_coord_check.py",) * 2,
