@@ -67,7 +67,7 @@ BETWEEN = [name for name, prior in PRIORS.items() if prior.between]
 
 
 class Machine(NamedTuple):
-    """A kind of GPU (or a CPU): facts of its file, and the constants of the formulas."""
+    """A kind of GPU: facts of its file, and the constants of the formulas."""
 
     name: str
     facts: Mapping[str, Any]
@@ -85,7 +85,7 @@ def load(name: str) -> Machine:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.exists():
         raise ValueError(
-            f"--gpu {name}: must be one of {', '.join(names())}, or a file that --calibrate wrote "
+            f"--gpu {name}: must be one of {', '.join(names())}, or a .toml file like theirs "
             "[value-not-a-choice]"
         )
     try:

@@ -1,4 +1,4 @@
-"""Tables of measured runs, and what the sources of the published ones say of their clusters."""
+"""Tables of measured runs, and what is known or assumed of the published ones' systems."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class System:
-    """What a source states of cluster and program: bytes a second that a GPU's share of the network
-    carries, GPUs a node; the rest as `Runs` has it."""
+    """A source's cluster and program. It states the network (bytes a second of a GPU's share) and
+    GPUs a node; the rest, as `Runs` has it, was set by hand with its rows in view."""
 
     pattern: str
     network: float | None = None
