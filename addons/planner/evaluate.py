@@ -7,6 +7,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from .machines import FOLDER, Constants, load
 from .step_time import step_seconds
 
 Rows = Sequence[Mapping[str, str]]
+Key = TypeVar("Key", bound=Hashable)
 HELD = 1.5  # as many runs of a system as its factor is held to 1 by
 LEAST_CELL = 10  # layouts of a cell of a sweep
 
@@ -44,7 +46,7 @@ def system(row: Mapping[str, str]) -> tuple[str, str, str]:
     return row["source"], row["gpu"], kind
 
 
-def groups(rows: Rows, key: Callable[[Mapping[str, str]], Hashable]) -> dict[Hashable, list[int]]:
+def groups(rows: Rows, key: Callable[[Mapping[str, str]], Key]) -> dict[Key, list[int]]:
     """Numbers of rows by key."""
     result = defaultdict(list)
     for number, row in enumerate(rows):
@@ -165,9 +167,9 @@ def regret(found: Comparison) -> list[str]:
     """What the advised layout costs against the best that was measured, cell by cell, and two
     other ways to choose."""
 
-    def cell(row: Mapping[str, str]) -> Hashable:
+    def cell(row: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(
-            row.get(name)
+            row.get(name, "")
             for name in ("source", "model", "gpu", "gpus", "seq", "gbs_seqs", "precision")
         )
 

@@ -17,10 +17,10 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
     """Model, layout and program of the run on this machine."""
     m, p, t = config.model, config.parallel, config.training
     numbers = range(m.mtp_layers.stop)
-    mixers = [m.layer(number).mixer for number in numbers]
-    seen = [getattr(mixer, "window", None) or m.seq_length for mixer in mixers]
-    keys = sum(width * (1 - width / 2 / m.seq_length) for width in seen) / len(seen)
-    first = next(mixer for mixer in mixers if mixer is not None)
+    mixers = [mixer.attention(1) for n in numbers if (mixer := m.layer(n).mixer)]
+    attention = next(filter(None, mixers), {"head_dim": m.head_dim, "value_dim": m.head_dim})
+    seen = [each.get("window") or m.seq_length for each in mixers]
+    keys = sum(width * (1 - width / 2 / m.seq_length) for width in seen) / max(1, len(seen))
     experts = m.num_experts or 0
     latent = m.multi_latent_attention
     chunks = [chunk for stage in plan.layers_per_stage for chunk in stage]
@@ -29,13 +29,13 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
     node = int(machine.facts["node"])
     micro = t.micro_batch_size
     return Runs(
-        layers=len(mixers),
+        layers=len(numbers),
         losses=1 + len(m.mtp_layers),
         hidden=m.hidden_size,
         heads=m.num_attention_heads,
         groups=m.query_groups,
-        head_dim=first.head_dim,
-        value_dim=first.value_dim,
+        head_dim=attention["head_dim"],
+        value_dim=attention["value_dim"],
         ffn=m.ffn,
         gated=int(m.gated),
         vocab=plan.padded_vocab_size,

@@ -59,7 +59,7 @@ def _divisors(number: int, most: int) -> list[int]:
 def layouts(run: Runs, gpus: int) -> Runs:
     """`run`, of one model and batch, in every layout that its sizes allow, as arrays."""
     size = {field.name: getattr(run, field.name) for field in fields(run)}
-    rows = []
+    rows: list[tuple[int, ...]] = []
     for tp in _divisors(gpus, int(size["node"])):
         if size["heads"] % tp or size["ffn"] % tp:
             continue
@@ -73,8 +73,9 @@ def layouts(run: Runs, gpus: int) -> Runs:
                 dp = gpus // tp // pp // cp
                 if size["batch"] % dp == 0:
                     rows += _of_grid(size, tp, pp, cp, dp)
-    given = dict(zip(AXES, np.array(rows, np.int32).T, strict=True)) if rows else {}
-    if given:
+    given: dict[str, Any] = {}
+    if rows:
+        given = dict(zip(AXES, np.array(rows, np.int32).T, strict=True))
         given["shard"] = given["dp"] * given["cp"]
     return replace(run, **given)
 
