@@ -72,7 +72,7 @@ def predict(rows: Rows) -> np.ndarray:
     machines = [load(points.machine_of(row)) for row in rows]
     names = machines[0].constants
     constants = {name: np.array([m.constants[name] for m in machines]) for name in names}
-    return sum(step_seconds(constants, points.runs(rows)).values())
+    return np.sum(list(step_seconds(constants, points.runs(rows)).values()), axis=0)
 
 
 def _fitted(rows: Rows, kinds: list[str]) -> tuple[Constants, np.ndarray]:
