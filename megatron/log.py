@@ -36,20 +36,20 @@ def has_status_line(stream: TextIO) -> bool:
     return not shows_details() and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def print_line(text: str) -> None:
-    """Print `text` on this rank; on a terminal it replaces the status line, which any rank may have
-    written."""
+def print_line(text: object) -> None:
+    """Print `text`, or what a script prints, on this rank; on a terminal it replaces the status
+    line, which any rank may have written."""
     start = CLEAR_LINE if has_status_line(sys.stdout) else ""
-    print(f"{start}{printable(text)}", flush=True)
+    print(f"{start}{printable(str(text))}", flush=True)
 
 
-def print_rank_0(text: str) -> None:
+def print_rank_0(text: object) -> None:
     """Print `text` on global rank 0."""
     if launcher.rank() == 0:
         print_line(text)
 
 
-def print_rank_last(text: str) -> None:
+def print_rank_last(text: object) -> None:
     """Print `text` on the last global rank, where Megatron prints losses."""
     if launcher.rank() == launcher.world_size() - 1:
         print_line(text)

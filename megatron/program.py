@@ -37,55 +37,7 @@ class ModelType(enum.Enum):
     encoder_or_decoder = 1
 
 
-class PretrainConfig:
-    """What `pretrain_cfg_container_from_args` makes: the arguments, and how they were read."""
-
-    def __init__(self, arguments: Any, provider_kwargs: Mapping[str, Any]):
-        self.arguments = arguments
-        self.provider_kwargs = provider_kwargs
-
-
 _EMBEDDING_RANKS = ("get_embedding_ranks", "get_position_embedding_ranks")
-_early: dict[str, Any] = {}  # what the last parse_and_validate_args was given
-
-
-def parse_and_validate_args(
-    extra_args_provider: ExtraArgsProvider | None = None,
-    ignore_unknown_args: bool = False,
-    args_defaults: Mapping[str, Any] | None = None,
-) -> Any:
-    """The arguments of the command line, by Megatron's names; `get_args()` is the same object,
-    which `pretrain` completes. The program leaves with 2 if the command line is wrong."""
-    if ignore_unknown_args:
-        raise ValueError(
-            "parse_and_validate_args: ignore_unknown_args has no effect here; leave it out "
-            "[no-such-argument]"
-        )
-    _check_packages()
-    from megatron.config.script import Script
-    from megatron.training import script_args
-
-    script = Script(
-        extra_args_provider=extra_arguments(extra_args_provider, args_defaults), complete=False
-    )
-    _early["provider_kwargs"] = {
-        "extra_args_provider": extra_args_provider,
-        "args_defaults": args_defaults,
-    }
-    line = _read(sys.argv[1:], script)
-    return script_args.begin_early(line)
-
-
-def pretrain_cfg_container_from_args(args: Any, model_cfg: Any = None) -> PretrainConfig:
-    """For `pretrain` to take in place of `args`, those of `parse_and_validate_args`. Raises
-    ValueError for a configuration of a model other than the one of the flags."""
-    if not _early or model_cfg not in (None, args):
-        raise ValueError(
-            "pretrain_cfg_container_from_args: takes the result of parse_and_validate_args, and "
-            "perhaps that of gpt_config_from_args; a model of your own is a model_provider "
-            "[no-such-argument]"
-        )
-    return PretrainConfig(args, _early["provider_kwargs"])
 
 
 def extra_arguments(
@@ -101,21 +53,7 @@ def extra_arguments(
     return add
 
 
-def pretrain(*args: Any, **kwargs: Any) -> None:
-    """Train with a script's own functions, in the order of Megatron's arguments: see `_pretrain`.
-
-    Or of Megatron of August 2026: `pretrain(config, datasets_provider, model_type, forward_step,
-    model_provider=None)`, with `config` of `pretrain_cfg_container_from_args`.
-    """
-    if not (args and isinstance(args[0], PretrainConfig)):
-        return _pretrain(*args, **kwargs)
-    config, data, model_type, step, *provider_args = args
-    (provider,) = provider_args or (kwargs.pop("model_provider", None),)
-    kwargs |= {**config.provider_kwargs, "arguments": config.arguments}
-    return _pretrain(data, provider, model_type, step, **kwargs)
-
-
-def _pretrain(
+def pretrain(
     train_valid_test_datasets_provider: Callable[..., Any] | None,
     model_provider: Callable[..., Any] | None,
     model_type: Any,
@@ -126,7 +64,6 @@ def _pretrain(
     *,
     argv: Sequence[str] | None = None,
     services: Services | None = None,
-    arguments: Any = None,
     **unsupported: Any,
 ) -> None:
     """Train with a script's own functions, in the order of Megatron's arguments.
@@ -138,7 +75,6 @@ def _pretrain(
     `extra_args_provider(parser)` adds flags to the parser of argparse, `args_defaults` are other
     defaults by name. With `argv` a caller's own command line: its streams and signals stay the
     caller's. `services`: what the loop calls, if not the usual (`training.run.Services`).
-    `arguments`: those of `parse_and_validate_args`, to be completed.
 
     The program leaves with 2 if the command line is wrong. Raises TypeError for what there is not.
     """
@@ -153,7 +89,6 @@ def _pretrain(
             extra_arguments(extra_args_provider, args_defaults),
             train_valid_test_datasets_provider,
             model_provider,
-            arguments,
         )
         run(words, script, services, watch)
 
@@ -191,7 +126,7 @@ def _check_arguments(model_type: Any, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     """Raise ValueError where another project's megatron.training comes first on the path."""
     spec = importlib.util.find_spec("megatron.training")
     package = Path(__file__).parent
@@ -203,7 +138,7 @@ def _check_packages() -> None:
         )
 
 
-def _read(argv: Sequence[str], script: Script) -> CommandLine:
+def read_command_line(argv: Sequence[str], script: Script) -> CommandLine:
     """The checked command line. Flags of add-ons are read where they may be asked for."""
     from megatron.config import command_line
     from megatron.features import own
@@ -227,11 +162,11 @@ def run(
 
     `watch` hears signals, in a process that does nothing else.
     """
-    _check_packages()
+    check_packages()
     from megatron import log, threads
 
     usage = threads.usage()
-    line = _read(argv, script)
+    line = read_command_line(argv, script)
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         from megatron.analysis import dry_run

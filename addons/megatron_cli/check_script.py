@@ -4,14 +4,14 @@ FILE is a shell script, a YAML recipe of Megatron's CI, or a pretraining script 
 read and never executed. Printed of its last pretrain_gpt.py command line: a verdict, everything
 that keeps it from running, what differs from Megatron, the other flags, and the command that starts
 it; with --device-memory, whether it fits. NAME=VALUE sets a variable
-that the script expects. Of Python: the imports that are not here, with what to use instead, and
-those to write otherwise.
+that the script expects. Of Python: whether it starts, and what keeps it from that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import re
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megatron import console, training
+from megatron import addons, console
 from megatron.args_file import expand_files
 from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
@@ -35,7 +35,6 @@ from megatron.small_files import read_text
 from tools.shared.program import complain, read
 
 from . import flags as megatron_flags
-from . import script_imports
 from .own_flags import adding, is_own, own_flags
 from .read_script import Script, read_recipe, read_shell, shown
 
@@ -233,24 +232,25 @@ def section(title: str, lines: Iterable[str]) -> list[str]:
     return ["", f"{title}:", *indented] if indented else []
 
 
-def report_imports(text: str, path: Path) -> int:
-    """Print what a Python script imports from Megatron that has to change; the exit code."""
+def report_python(text: str, path: Path) -> int:
+    """Print what keeps a Python script from starting; the exit code."""
+    checks = addons.modules("check_python")
+    if not checks:
+        raise ValueError(
+            f"{path}: scripts in Python are read by an add-on that is not here [no-launch-found]"
+        )
     with _bounded(path):
-        imports = script_imports.imports_of(text, path, training.has)
-    if not imports:
+        names, problems = importlib.import_module(checks[0]).check(text, path)
+    if not names:
         raise ValueError(
             f"{path}: imports nothing of Megatron; give the script that does, or the shell script "
             "that starts it [no-launch-found]"
         )
-    absent = [each for each in imports if not each.available]
-    counts = [counted(len(absent), "name") + " not here"] * bool(absent)
-    counts.append(counted(len(imports), "name") + " of Megatron")
-    lines = [f"{'refused' if absent else 'accepted'}: {', '.join(counts)}"]
-    lines += section("use instead", script_imports.rows(absent))
-    names = sorted({each.name for each in imports if each.available and each.advice})
-    lines += section("import from megatron.training", textwrap.wrap(", ".join(names), 96))
-    print("\n".join(lines))
-    return 1 if absent else 0
+    counts = [counted(len(problems), "problem")] * bool(problems)
+    counts.append(f"{counted(len(names), 'name')} of Megatron")
+    print(f"{'refused' if problems else 'accepted'}: {', '.join(counts)}")
+    print("\n".join(section("what keeps it from running", problems)))
+    return 1 if problems else 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -260,7 +260,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         text = read_text(options.script, errors="replace", limit=MAX_BYTES)
         if options.script.suffix == ".py":
-            return report_imports(text, options.script)
+            return report_python(text, options.script)
         script = followed(text, options)
         if not script.launched:
             raise ValueError(
@@ -281,7 +281,9 @@ def followed(text: str, options: Options) -> Script:
     recipe = options.script.suffix in (".yaml", ".yml")
     try:
         with _bounded(options.script):
-            return read_recipe(text) if recipe else read_shell(text, variables)
+            return (
+                read_recipe(text) if recipe else read_shell(text, variables, options.script.parent)
+            )
     except ModuleNotFoundError as error:
         raise ValueError(
             f"check_script.py needs {error.name}; run: pip install tree-sitter tree-sitter-bash "

@@ -11,7 +11,8 @@ from megatron.arguments import Parser, is_flag
 from megatron.small_files import read_text
 
 from .read_script import GPT, Script
-from .script_imports import MAX_BYTES
+
+MAX_BYTES = 1 << 20  # of a script
 
 
 def own_flags(script: Script, beside: Path, flags: Parser) -> tuple[list[str], list[str]]:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .expansion import Value, Variables
@@ -48,10 +49,10 @@ class Script:
         return sorted(set(re.findall(r"\$\{?(\w+)", " ".join(self.words))))
 
 
-def read_shell(text: str, variables: dict[str, str]) -> Script:
-    """The last command line that a script starts. `variables`: those of the environment, as a user
-    says they are; they win over the assignments of the script; "1", "2" ... are its parameters.
-    Raises ValueError for a text that is no shell script."""
+def read_shell(text: str, variables: dict[str, str], folder: Path | None = None) -> Script:
+    """The last command line that a script in `folder` starts. `variables`: those of the
+    environment, as a user says they are; they win over the assignments of the script; "1", "2" ...
+    are its parameters. Raises ValueError for a text that is no shell script."""
     from .shell import Shell
 
     batch = _sizes([word for line in _BATCH.findall(text) for word in shlex.split(line, True)])
@@ -60,7 +61,8 @@ def read_shell(text: str, variables: dict[str, str]) -> Script:
     }
     parameters = [variables.get(str(n), "") for n in range(1, 1 + sum(map(str.isdigit, variables)))]
     shell = Shell(
-        Variables({**usual, **_slurm(batch), **variables}, parameters, frozenset(variables))
+        Variables({**usual, **_slurm(batch), **variables}, parameters, frozenset(variables)),
+        folder=folder,
     )
     shell.run(text)
     if not shell.launches:

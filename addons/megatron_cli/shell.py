@@ -9,12 +9,16 @@ import os.path
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from megatron.small_files import read_text
+
 from .expansion import Value, Variables, arithmetic, braces, first
 
+MAX_BYTES = 1 << 17  # of a file that the script starts
 MAX_STEPS = 20_000  # commands that are followed
 MAX_WORDS = 10_000  # of a command line
 READ_BYTES = 1 << 14
@@ -23,7 +27,21 @@ MAX_DEPTH = 40  # of scripts and functions in each other
 PROGRAM = re.compile(r"(?:^|/)pretrain_\w+\.py$")
 _STARTERS = {
     *("torchrun", "deepspeed", "accelerate", "srun", "mpirun", "mpiexec", "aprun", "jsrun"),
-    *("exec", "env", "nohup", "time", "timeout", "numactl", "taskset", "nsys", "ncu", "sbatch"),
+    *(
+        "uv",
+        "poetry",
+        "conda",
+        "exec",
+        "env",
+        "nohup",
+        "time",
+        "timeout",
+        "numactl",
+        "taskset",
+        "nsys",
+        "ncu",
+        "sbatch",
+    ),
     *("singularity", "apptainer", "docker", "podman", "enroot", "bash", "sh", "command"),
 }
 _SHELLS = ("bash", "sh")
@@ -84,6 +102,8 @@ class Shell:
     variables: Variables = field(default_factory=Variables)
     functions: dict[str, Node] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # written by here-documents
+    folder: Path | None = None  # of the script: what it starts or sources there is followed
+    output: list[str] | None = None  # of a function in `$(...)`
     launches: list[Launch] = field(default_factory=list)
     steps: int = 0
     depth: int = 0
@@ -260,6 +280,8 @@ class Shell:
         target = next(_of_type(node, "file_redirect"), None)
         if name in (*_SHELLS, "sbatch", "srun"):
             self.run(text)
+        elif name == "cat" and target is None and self.output is not None:
+            self.output.append(text)
         elif name == "cat" and target is not None:
             self.files[self.expand_text(target.named_children[-1])] = text
         return None
@@ -335,6 +357,10 @@ class Shell:
             ]
         elif name == "eval":
             self.run(" ".join(words[1:]))
+        elif name in ("source", ".") and len(words) > 1:
+            self.run(self._file(words[1]), words[2:] or None)
+        elif name == "echo" and self.output is not None:
+            self.output.append(" ".join(words[1:]))
         elif name in ("false", "getopts", "read"):
             return False
         elif words and name not in ("true", ":"):
@@ -356,18 +382,39 @@ class Shell:
             return
         shells = (n for n, word in enumerate(words) if os.path.basename(word) in _SHELLS)
         shell = next(shells, len(words) - 2)
-        script_words = [word for word in words[shell + 1 :] if word[:1] != "-"]
-        options = "".join(word for word in words[shell + 1 :] if word[:1] == "-")
+        rest = words[shell + 1 :]
+        count = next((n for n, word in enumerate(rest) if word[:1] != "-"), len(rest))
+        options, script_words = "".join(rest[:count]), rest[count:]
         if script_words:
             count = len(self.launches)
             self.run(
-                script_words[0] if "c" in options else self.files.get(script_words[0], ""),
+                script_words[0] if "c" in options else self._file(script_words[0]),
                 script_words[1:],
             )
             self.launches[count:] = (
                 replace(launch, launcher=(*words[: max(shell, 0)], *launch.launcher))
                 for launch in self.launches[count:]
             )
+
+    def _file(self, name: str) -> str:
+        """The text of a file that the script has written, or that is in its folder or below; of a
+        path with a part that only a shell knows, that of the last part's name. Else empty."""
+        if name in self.files or self.folder is None:
+            return self.files.get(name, "")
+        path = (self.folder / (os.path.basename(name) if "$" in name else name)).resolve()
+        inside = path.is_file() and path.is_relative_to(self.folder.resolve())
+        return read_text(path, errors="replace", limit=MAX_BYTES) if inside else ""
+
+    def _output_of(self, function: str, words: Sequence[str]) -> str:
+        """What a function prints in `$(...)`, a shell of its own."""
+        outer, self.output = self.output, []
+        before = dict(self.variables.values)
+        try:
+            self._within(self.functions[function], words)
+            return "\n".join(self.output).rstrip("\n")
+        finally:
+            self.output = outer
+            self.variables.values = before
 
     def expand(self, node: Node) -> list[str]:
         """The words that a word with quotes and variables becomes."""
@@ -404,7 +451,7 @@ class Shell:
         elif node.type in ("simple_expansion", "expansion"):
             self._add_expansion(node, words, quoted)
         elif node.type == "command_substitution":
-            words.add(self._substitute(node))
+            words.add(self._substitute(node)) if quoted else words.add_split(self._substitute(node))
         elif text.startswith("$(("):
             # `$NAME` and `${NAME}` in a sum
             expression = re.sub(
@@ -451,6 +498,8 @@ class Shell:
         """`$(...)` of the commands whose answer is in the text; others as they are written."""
         command = next(_of_type(node, "command"), node)
         name, *words = self._words_of(command) or [""]
+        if name in self.functions:
+            return self._output_of(name, words)
         if name == "echo":
             return " ".join(words)
         if name == "basename" and len(words) == 1 and "$" not in words[0]:

@@ -297,6 +297,7 @@ attention_head_type=multihead?multiquery | --group-query-attention --num-query-g
 use_checkpoint_lr_scheduler=False | --use-checkpoint-opt_param-scheduler
 use_flash_attn_v1=False,--use-flash-attn-v1,--use-flash-attn-v2,--use-flash-attn-builder,
   --use-flash-attn-triton | --use-flash-attn
+s3_cache_path= | --object-storage-cache-path {}
 zero_stage=0?1?2?3 | --data-parallel-sharding-strategy {strategy}
 use_megatron_fsdp=False use_torch_fsdp2=False use_custom_fsdp=False
   | --data-parallel-sharding-strategy optim_grads_params
@@ -309,7 +310,9 @@ lr_warmup_tokens:int= | --lr-warmup-samples {samples}
 [refused]
 hybrid_context_parallel=False dynamic_context_parallel=False max_seqlen_per_dp_cp_rank:int=
   min_hybrid_context_parallel_size:int= min_dynamic_context_parallel_size:int=
-  sequence_packing_scheduler= | every sequence has --seq-length tokens; omit the flag
+  sequence_packing_scheduler= pad_packed_seq_alignment:int= thd_max_packed_sequences:int=
+  use_varlen_dataset=False varlen_mock_dataset_config_json= varlen_sbhd_validation=False
+  | every sequence has --seq-length tokens; omit the flag
 enable_full_sharding_in_hsdp=False outer_dp_sharding_strategy=no_shard | &hsdp
 preserve_fp32_weights=True megatron_fsdp_main_params_dtype=fp32
   | the optimizer updates fp32 weights; omit the flag
@@ -341,7 +344,8 @@ create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
   moe_eval_capacity_factor:float= moe_min_capacity:int=
   | Megatron-DeepSpeed's experts are others; use --expert-model-parallel-size,
   --moe-aux-loss-coeff, --moe-expert-capacity-factor
-kd=False mos=False teacher_forward=False load_teacher= hidden_size_teacher:int=
+kd=False kd_alpha_ce=1.0 kd_beta_ce=1.0 kd_temp=1.0 mos=False
+  teacher_forward=False load_teacher= hidden_size_teacher:int=
   num_layers_teacher:int= num_experts_teacher:list= num_attention_heads_teacher:int=
   | only pretraining is done here; omit the flag
 reset_iteration=False | use --finetune, which starts from iteration 0
@@ -375,7 +379,10 @@ dataloader_inter_document_masking=False | use --reset-attention-mask and --reset
 logits_load_dir= logits_load_decode_threads=4 logits_load_ignore_errors=False
   logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2 logits_load_prefetch_factor=3
   | no teacher's logits are read; train on the data, or write a loss in a script of your own
-fim_data=False | samples are plain left-to-right text; omit the flag
+fim_data=False fim_rate=0.5 fim_spm_rate=0.5 fim_split_sample= fim_fragment_rate:float=
+  fim_no_prefix= fim_prefix_token=<fim_prefix> fim_middle_token=<fim_middle>
+  fim_suffix_token=<fim_suffix> fim_pad_token=<fim_pad> fim_eod_token=<|endoftext|>
+  | samples are plain left-to-right text; omit the flag
 train_weighted_split_paths:list= valid_weighted_split_paths:list=
   test_weighted_split_paths:list= train_weighted_split_paths_path=
   valid_weighted_split_paths_path= test_weighted_split_paths_path=
@@ -391,11 +398,24 @@ pretrained_checkpoint= | use --load DIR --finetune
 override_ckpt_iteration=
   | iterations are not renumbered; use --ckpt-step, or --finetune to start from iteration 0
 exit_signal=SIGTERM!SIGUSR1 | use --exit-signal-handler, which watches SIGTERM and SIGUSR1
+goldfish_loss=False goldfish_k=50 goldfish_h=50 | every token has the same weight; omit the flag
+attn_layernorm=True,--no-attn-layernorm mlp_layernorm=True,--no-mlp-layernorm
+  final_layernorm=True,--no-final-layernorm post_layer_norm=False input_embeddings_multiplier=1.0
+  apply_norm_post_sub_block=False qknorm_impl=te!torch!apex
+  | layers have one norm before attention, one before the MLP, and one at the end; omit the flag
+renormalize_blend_weights=False | weights of data sets are taken as they are given; omit the flag
+num_seq_splits=1 use_mics=False ds_sequence_parallel_fpdt=False
+  | use --context-parallel-size, or --data-parallel-sharding-strategy
+shuffle_each_epoch_separately=False | use --data-order epoch
+model_spec:list= | layers are made as the flags say; omit the flag
+hybrid_attention_ratio=0.0 hybrid_mlp_ratio=0.0 | &layers
 heterogeneous_layers_config_path= | &layers
-curriculum_learning_legacy=False data_efficiency_curriculum_learning=False
+curriculum_learning=False curriculum_learning_legacy=False
+  data_efficiency_curriculum_learning=False
   | every sample is read whole, in one order; omit the flag
 yaml_cfg= | write the flags into a text file and give @FILE
-sft=False perform_rl_step=False | only pretraining samples are made; omit the flag
+sft=False sft_mock_dataset_config_json= perform_rl_step=False
+  | only pretraining samples are made; omit the flag
 batch_size= | use --micro-batch-size (samples of one forward pass on one rank)
 model_parallel_size= | use --tensor-model-parallel-size
 warmup= | use --lr-warmup-fraction
@@ -411,6 +431,10 @@ torch_fsdp2_reshard_after_forward=True,--torch-fsdp2-no-reshard-after-forward
 suggested_communication_unit_size:int= | what is gathered together is a layer
 dataloader_defer_npy_index_mmap=False | indices of samples are mapped when they are read
 per_dataset_sequences_path= | the sizes of data sets are read from their .idx files
+moe_use_legacy_grouped_gemm=False moe_dynamic_hpu=False use_fused_sdpa=True
+  use_fused_sdpa_with_recompute=False fp8_smooth_swiglu=False | &one
+mmap_warmup=False | files are mapped, and read where samples need them
+enable_manual_profiling=False trace_dir= | use --profile
 data_impl=infer!mmap | there is one data format, Megatron's .bin and .idx
 DDP_impl=local use_contiguous_buffers_in_local_ddp=True,--no-contiguous-buffers-in-local-ddp
   | gradients always live in flat buffers

@@ -26,6 +26,7 @@ USED = {
     "datasets": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
+    "megatron_api": "",
     "megatron_cli": "--log-format aurora",
     "object_storage": "",
     "ops": "--data-ledger {}/ledger --run-events --crash-loop-limit 1 --log-straggler --gpu-sniff-test-interval 2 --verify-step-interval 1 "

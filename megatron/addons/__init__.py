@@ -1,6 +1,7 @@
 """Add-ons, each whole in a folder: addons/NAME of a checkout; a wheel has it here. Either way its
 package is megatron.addons.NAME. The core finds them by their folders and names none."""
 
+import importlib
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -21,3 +22,7 @@ def modules(name: str) -> list[str]:
         for file in files(f"{name}.py")
         if file.is_relative_to(folder)
     ]
+
+
+for _name in modules("import_finder"):  # what answers to other names below `megatron`
+    importlib.import_module(_name)

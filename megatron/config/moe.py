@@ -309,13 +309,19 @@ class MoEConfig:
 
 
 def parse_layer_pattern(text: str) -> list[bool]:
-    """Layer by layer, does the pattern select it? `text` is a sum of lists of 0 and 1, each perhaps
-    times a number: "([0]*1+[1]*26)", "[1,0]*4". Raises ValueError."""
-    selected: list[bool] = []
-    for term in re.sub(r"^\(([^()]*)\)$", r"\1", text.replace(" ", "")).split("+"):
-        term = re.sub(r"^\((.*)\)$", r"\1", term)
-        match = re.fullmatch(r"\[([01](?:,[01])*)\](?:\*(\d{1,5}))?", term)
-        if match is None:
-            raise ValueError(f"{term!r} is not a list of 0 and 1 such as [1] or [0,1]*4")
-        selected += [digit == "1" for digit in match[1].split(",")] * int(match[2] or 1)
-    return selected
+    """Layer by layer, does the pattern select it? `text` is a sum of lists of 0 and 1, each, and
+    each sum in parentheses, perhaps times a number: "([1]*3+[0]*1)*3". Raises ValueError."""
+    text = f"({text.replace(' ', '')})"
+    while group := re.search(r"\(([^()]*)\)(?:\*(\d{1,5}))?", text):
+        digits = "".join(map(_digits, group[1].split("+"))) * int(group[2] or 1)
+        if len(digits) >= 100_000:
+            raise ValueError(f"{len(digits)} layers are too many")
+        text = f"{text[: group.start()]}[{','.join(digits)}]{text[group.end() :]}"
+    return [digit == "1" for digit in _digits(text)]
+
+
+def _digits(term: str) -> str:
+    match = re.fullmatch(r"\[((?:[01](?:,[01])*)?)\](?:\*(\d{1,5}))?", term)
+    if match is None:
+        raise ValueError(f"{term!r} is not a list of 0 and 1 such as [1] or [0,1]*4")
+    return match[1].replace(",", "") * int(match[2] or 1)

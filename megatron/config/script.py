@@ -17,15 +17,14 @@ class Script:
 
     forward_step: `training.script_step` says what it takes and returns. extra_args_provider: adds
     flags to the parser of argparse. datasets_provider: `data.script_datasets`. model_provider:
-    `training.script_model`. arguments: what the script has of `parse_and_validate_args`. With
-    `complete` False the functions are not known yet: they may turn out to be there.
+    `training.script_model`. With `complete` False the functions are not known yet: they may turn
+    out to be there.
     """
 
     forward_step: Callable[..., Any] | None = None
     extra_args_provider: ExtraArgsProvider | None = None
     datasets_provider: Callable[..., Any] | None = None
     model_provider: Callable[..., Any] | None = None
-    arguments: Any = None
     complete: bool = True
 
     @property

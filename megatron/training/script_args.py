@@ -1,12 +1,10 @@
 """What a script asks of the run: `get_args()`, all arguments by Megatron's names with those of the
-script itself, `get_tokenizer()` and `get_timers()`."""
+script itself, and `get_tokenizer()`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from megatron.training import current_run
@@ -33,6 +31,8 @@ _OF_CONFIG = {
     "gated_linear_unit": "swiglu",
     "pipeline_dtype": "params_dtype",
 }
+
+RENAMED = _COUNTERS.keys() | _OF_CONFIG.keys()
 
 
 class Arguments(argparse.Namespace):
@@ -86,43 +86,13 @@ class Arguments(argparse.Namespace):
             vars(self)["iteration"] = progress.iteration
 
 
-class ScriptTimer:
-    """One of Megatron's timers, of a name."""
-
-    def __init__(self, timers: Timers, name: str, level: int):
-        self._open = functools.partial(timers, name, level)
-        self._span: AbstractContextManager[None] = self._open()
-
-    def start(self, barrier: bool = False) -> None:
-        """Start it; no rank waits for another, whatever `barrier` says."""
-        self._span = self._open()
-        self._span.__enter__()
-
-    def stop(self, barrier: bool = False) -> None:
-        """Stop it, and add the time to its name."""
-        self._span.__exit__(None, None, None)
-
-
-class ScriptTimers:
-    """`get_timers()(name, log_level=2).start()` and `get_timers()(name).stop()`: where
-    --timing-log-level is as high, the time is in the run's lines of timers."""
-
-    def __init__(self, timers: Timers):
-        self._timers = timers
-        self._by_name: dict[str, ScriptTimer] = {}
-
-    def __call__(self, name: str, log_level: int = 2) -> ScriptTimer:
-        """The timer of this name; the first call says its level."""
-        return self._by_name.setdefault(name, ScriptTimer(self._timers, name, log_level))
-
-
 _run: dict[str, Any] = {}  # of this process
 
 
 def begin_early(line: CommandLine) -> Arguments:
     """The arguments before the run has begun, with what the command line says."""
     values = {name: value for name, value in _values(line).items() if name not in _COUNTERS}
-    _run["args"] = Arguments(values, vars(line.extra) if line.extra else {})
+    _run["args"] = _run["early"] = Arguments(values, vars(line.extra) if line.extra else {})
     return _run["args"]
 
 
@@ -142,8 +112,8 @@ def begin(
 ) -> None:
     """Make these the arguments and the tokenizer of the run, of this rank.
 
-    What a script holds already of `begin_early` (`line.script.arguments`) becomes them, with what
-    it has written into it. `params_dtype` is a torch.dtype.
+    What a script holds already of `begin_early` becomes them, with what it has written into it.
+    `params_dtype` is a torch.dtype.
     """
     import torch
 
@@ -160,14 +130,14 @@ def begin(
     }
     values = {name: value for name, value in values.items() if name not in _COUNTERS}
     own = vars(line.extra) if line.extra else {}
-    early = line.script.arguments
+    early = _run.get("early")
     _run["args"] = Arguments(values, own) if early is None else early.become(values, own)
     _run["tokenizer"] = tokenizer
 
 
 def connected(timers: Timers, ctx: ParallelContext) -> None:
     """Make these the timers and the ranks of the run."""
-    _run["timers"] = ScriptTimers(timers)
+    _run["timers"] = timers
     _run["context"] = ctx
 
 
@@ -196,14 +166,14 @@ def get_tokenizer() -> Tokenizer:
     return _of_run("tokenizer")
 
 
-def get_timers() -> ScriptTimers:
+def run_timers() -> Timers:
     """The timers of the run. Raises RuntimeError before it has begun."""
     return _of_run("timers")
 
 
 def _of_run(name: str) -> Any:
     if name not in _run:
-        raise RuntimeError(f"get_{name}(): there are none before the run has begun")
+        raise RuntimeError(f"{name} of the run: there are none before the run has begun")
     return _run[name]
 
 

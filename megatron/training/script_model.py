@@ -109,7 +109,8 @@ def _check_arguments(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is None or name in _PASSED_OVER:
             continue
-        if name not in expected and value is not False:
+        # 0 types of tokens, or the value of the flag of that name, asks for nothing
+        if name not in expected and value and value != getattr(get_args(), name, None):
             raise ValueError(f"GPTModel: {name} has no effect here; leave it out [model-argument]")
         if name in expected and value != expected[name]:
             raise ValueError(

@@ -119,7 +119,7 @@ def extensions_in(wheel: Path) -> list[str]:
     assert not [
         name
         for name in names
-        if name.startswith("megatron/core") or name.endswith("megatron/__init__.py")
+        if name.startswith("megatron/core/") or name.endswith("megatron/__init__.py")
     ]
     return [each for each in EXTENSIONS if any(each in name for name in names)]
 

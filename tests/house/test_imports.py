@@ -131,8 +131,8 @@ def test_an_import_of_an_add_on_is_seen(text: str) -> None:
 
 
 def test_the_namespace_is_shared_with_megatron_core() -> None:
-    """An __init__.py in megatron/ would hide megatron.core of PyPI's megatron-core. The one of
-    training has the names that scripts import."""
+    """An __init__.py in megatron/ would hide megatron.core of PyPI's megatron-core, which core.py
+    loads. The one of training has the names that scripts import."""
     files = (file.relative_to(ROOT) for file in (ROOT / "megatron").rglob("__init__.py"))
     ours = {("megatron", "addons"), ("megatron", "training")}
     assert {file.parts[:2] for file in files} - {("megatron", "core")} == ours

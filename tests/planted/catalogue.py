@@ -39,7 +39,7 @@ PATTERNS = "tests/core/model/test_pattern.py"
 FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
 DEPTHS = "tests/core/training/test_mtp.py"
 DRAFTS = "tests/tools/inference/test_speculative.py"
-SCRIPTS = "addons/megatron_cli/tests/test_scripts.py"
+SCRIPTS = "addons/megatron_api/tests/test_scripts.py"
 OWN_MODEL = "tests/core/training/test_script_model.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
@@ -90,17 +90,17 @@ BUGS = {
         "campaign",
     ),
     "what a script changes on the first tensor-parallel rank stays there": Bug(
-        "addons.megatron_cli.script_names._of_first_rank",
+        "addons.megatron_api.script_names._of_first_rank",
         "0 if data.get(key) is value else 1 if data.get(key) is None else 2",
         "0",
         f"{SCRIPTS}::test_what_a_script_changes_and_sums_itself[tensor]",
         "campaign",
     ),
     "mpu's data-parallel group without the context-parallel ranks": Bug(
-        "megatron.training.script_ranks.Mpu.__getattr__",
+        "addons.megatron_api.ranks.Mpu.__getattr__",
         "if with_context_parallel and name == 'dp':\n    name = 'dp_cp'",
         "pass",
-        "tests/peers/test_megatron_core_ranks.py::test_ranks_and_groups[tp2 cp2 dp2]",
+        "addons/megatron_api/tests/test_megatron_core_ranks.py::test_ranks_and_groups[tp2 cp2 dp2]",
     ),
     "dropout of a script's own model goes on where it was": Bug(
         "megatron.training.script_step._of_own_model",
@@ -976,7 +976,7 @@ BUGS = {
         f"{DEPTHS}::test_a_step_by_the_formula[whole rows-1]",
     ),
     "a script is told that every stage has the heads": Bug(
-        "addons.megatron_cli.script_names.get_mtp_ranks",
+        "addons.megatron_api.script_names.get_mtp_ranks",
         "[pp_ranks[-1 - apart]] if args.mtp_num_layers else []",
         "[*pp_ranks] if args.mtp_num_layers else []",
         f"{SCRIPTS}::test_a_script_of_megatron_trains_heads_for_later_tokens[pipeline]",

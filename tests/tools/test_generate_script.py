@@ -125,7 +125,6 @@ def test_the_text_of_a_changed_model(trained, tmp_path, capfd):
         "raise KeyError(1)",
         "x = 1",
         "not python",
-        "from megatron.training import parse_and_validate_args\nparse_and_validate_args()",
     ],
 )
 def test_a_script_that_gives_no_model(text, tmp_path):

@@ -6,7 +6,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron import program
 from megatron.config.script import ExtraArgsProvider, Script
@@ -20,7 +20,7 @@ class _Called(BaseException):
         self.script = script
 
 
-def _pretrain(  # in place of `program._pretrain`, which gets scripts of 2024 and 2026 alike
+def _pretrain(  # in place of `program.pretrain`
     train_valid_test_datasets_provider: Any,
     model_provider: Any,
     model_type: Any,
@@ -40,8 +40,8 @@ def _pretrain(  # in place of `program._pretrain`, which gets scripts of 2024 an
     )
 
 
-def _parse(*_: Any, **__: Any) -> None:
-    """In place of `program.parse_and_validate_args`: the flags are those of the checkpoint."""
+def _parse(*_: Any, **__: Any) -> NoReturn:
+    """In place of `program.read_command_line`: the flags are those of the checkpoint."""
     raise RuntimeError(
         "parse_and_validate_args has no command line here; give pretrain the providers, "
         "extra_args_provider and args_defaults instead"
@@ -52,13 +52,13 @@ def script_of(path: str) -> Script:
     """Run a script as far as its call of `pretrain`; what it gives to it. Raises ValueError where
     it fails before, or does not call it."""
     real, words, search_path = (
-        (program._pretrain, program.parse_and_validate_args),
+        (program.pretrain, program.read_command_line),
         sys.argv,
         sys.path,
     )
     sys.argv = [path]
     sys.path = [str(Path(path).resolve().parent), *sys.path]
-    program._pretrain, program.parse_and_validate_args = _pretrain, _parse
+    program.pretrain, program.read_command_line = _pretrain, _parse
     try:
         runpy.run_path(path, run_name="__main__")
     except _Called as call:
@@ -68,7 +68,7 @@ def script_of(path: str) -> Script:
             f"--script {path}: {type(error).__name__}: {error} [script-fails]"
         ) from error
     finally:
-        (program._pretrain, program.parse_and_validate_args), sys.argv, sys.path = (
+        (program.pretrain, program.read_command_line), sys.argv, sys.path = (
             real,
             words,
             search_path,

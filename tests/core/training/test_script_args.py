@@ -15,7 +15,7 @@ from megatron.config import command_line, saved_flags
 from megatron.config.plan.plan import make_plan
 from megatron.config.script import Script
 from megatron.features.registry import RunConfig
-from megatron.training import get_args, get_timers
+from megatron.training import get_args
 from megatron.training.logging.argument_dump import dump
 from megatron.training.run import Progress
 from megatron.training.script_args import Arguments
@@ -37,9 +37,7 @@ def own_loss(batch, model):
     padded = {1: 216, 2: 224}[args.tensor_model_parallel_size]
     assert (args.padded_vocab_size, args.params_dtype) == (padded, torch.float32)
     counters = {f"own {name}": float(getattr(args, name)) for name in COUNTERS}
-    get_timers()("own").start()
     losses = model(batch.tokens, batch.position_ids, labels=batch.labels, **batch.extras)
-    get_timers()("own").stop()
     metrics = {"calls": float(args.calls), **counters}
     return losses.sum() * args.loss_factor, losses.numel(), metrics
 

@@ -14,7 +14,6 @@ from megatron.model.gpt import GPTModel
 from megatron.training import (
     ModelType,
     get_args,
-    get_timers,
     get_tokenizer,
     pretrain,
     print_rank_last,
@@ -49,10 +48,7 @@ def with_z(loss_mask, output):
 
 
 def forward_step(loss_func, data_iterator, model):
-    timers = get_timers()
-    timers("batch-generator", log_level=2).start()
     batch = next(data_iterator)
-    timers("batch-generator").stop()
     args = get_args()
     args.calls = getattr(args, "calls", 0) + 1
     assert get_tokenizer().vocab_size == args.vocab_size == model.vocab_size

@@ -1,4 +1,4 @@
-"""The tables of docs/own_scripts.md of what Megatron's scripts import are true."""
+"""The tables of megatron_api.md of what Megatron's scripts import are true."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import sys
 import pytest
 
 from megatron import training
-from megatron.addons.megatron_cli import script_imports
+from megatron.addons.megatron_api import script_imports
 from tests.forkrun import ROOT
 
-PAGE = (ROOT / "docs/own_scripts.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "addons/megatron_api/megatron_api.md").read_text(encoding="utf-8")
 WORKING, ABSENT = (
     re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.M)))
-    for table in PAGE.partition("## What Megatron's scripts import")[2].split(
-        "The others are not here"
-    )
+    for table in PAGE.partition("Of the 40 names")[2].split("The others are not here")
 )
 OF_TORCH = ("GPTModel",)  # a class of modules
 

@@ -11,15 +11,18 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron import log
 from megatron.config.plan.pipeline_layout import mtp_is_apart
 from megatron.data.script_datasets import OfFlags
 from megatron.training.script_args import Arguments, context, get_args, get_tokenizer
-from megatron.training.script_ranks import mpu
+from megatron.version import VERSION
 
+from .entry import parse_and_validate_args, pretrain, pretrain_cfg_container_from_args
+from .ranks import is_first_or_last_pipeline_stage, mpu
 from .script_imports import UNUSABLE, refuse, unusable
+from .timers import get_timers
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +64,10 @@ class TensorParallel:
 
 
 tensor_parallel = TensorParallel()
+broadcast_data = tensor_parallel.broadcast_data
+parallel_state = mpu
+# that of Megatron-LM of August 2026, whose calls these are, and ours
+__version__ = f"0.20.0+suite.{VERSION}"
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -112,17 +119,20 @@ def get_gpt_layer_local_spec(
     moe_grouped_gemm: bool | None = None,
     qk_layernorm: bool | None = None,
     multi_latent_attention: bool | None = None,
-    experimental_attention_variant: str | None = None,
+    fifth: str | bool | None = None,
     **kwargs: Any,
 ) -> None:
-    """None: layers are made as the flags say, which the arguments must not contradict."""
+    """None: layers are made as the flags say, which the arguments must not contradict. `fifth`:
+    in 2024 --fp8-format, in 2025 an older grouped GEMM, in 2026 an experimental attention."""
+    args = get_args()
+    if fifth and fifth != args.fp8:
+        kwargs["experimental_attention_variant"] = fifth
     checked = {
         "num_experts": num_experts,
         "qk_layernorm": qk_layernorm,
         "multi_latent_attention": multi_latent_attention,
-        "experimental_attention_variant": experimental_attention_variant,
     }
-    same = ("normalization", "qk_l2_norm")
+    same = ("normalization", "qk_l2_norm", "experimental_attention_variant", "fp8")
     _check_same("layer spec", checked | {k: v for k, v in kwargs.items() if k in same})
 
 
@@ -136,6 +146,45 @@ def get_gpt_decoder_block_spec(
 ) -> None:
     """The same, of a model with experts."""
     get_gpt_layer_local_spec(**kwargs)
+
+
+def get_gpt_decoder_layer_specs(*args: Any, **kwargs: Any) -> list[None]:
+    """The same, of each layer."""
+    get_gpt_decoder_block_spec(*args, **kwargs)
+    return [None]
+
+
+def get_transformer_block_with_experimental_attention_variant_spec(*_: Any, **__: Any) -> None:
+    """None: --experimental-attention-variant says it."""
+
+
+def get_transformer_layer_with_experimental_attention_variant_spec(
+    *_: Any, **__: Any
+) -> list[None]:
+    """The same, of each layer."""
+    return [None]
+
+
+def get_gpt_mtp_block_spec(*args: Any, **kwargs: Any) -> None:
+    """None: --mtp-num-layers says it."""
+
+
+def gpt_builder(args: Any, pre_process: bool, post_process: bool, *_: Any, **__: Any) -> Any:
+    """The GPT of the flags."""
+    from megatron.training.script_model import GPTModel
+
+    return GPTModel(pre_process=pre_process, post_process=post_process)
+
+
+def model_provider(
+    model_builder: Callable[..., Any],
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What `model_builder` makes of the arguments of the run."""
+    return model_builder(get_args(), pre_process, post_process, vp_stage, **kwargs)
 
 
 # All that the micro-batch of Megatron's current script may have.
@@ -200,6 +249,14 @@ def get_batch_on_this_cp_rank(batch: Mapping[str, Any], **kwargs: Any) -> Mappin
 def flatten_batch_for_packed_sequences(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """What is given: documents are told apart by --reset-attention-mask, not by lengths."""
     return batch
+
+
+def finalize_packed_seq_params(packed_seq_params: None) -> None:
+    """Nothing, for the same reason; nor is there a policy for their padding."""
+
+
+def resolve_thd_tail_padding_policy(config: Any) -> None:
+    """None."""
 
 
 def get_attr_wrapped_model(model: Any, attr: str, allow_none: bool = True) -> Any:
@@ -344,6 +401,24 @@ class BlendedMegatronDatasetBuilder:
         return [OfFlags(size) for size in self._sizes]
 
 
+def build_train_valid_test_datasets(
+    data_prefix: Sequence[str] | None = None,
+    data_impl: str | None = None,
+    splits_string: str | None = None,
+    train_valid_test_num_samples: Sequence[int | None] = (),
+    seq_length: int | None = None,
+    seed: int | None = None,
+    *_: Any,
+    **__: Any,
+) -> list[OfFlags]:
+    """The data of the flags, as scripts up to 2023 ask for them. Raises ValueError for what the
+    flags do not say."""
+    values = {"data_path": data_prefix, "split": splits_string}
+    sizes = {"seq_length": seq_length, "seed": seed}
+    _check_same("build_train_valid_test_datasets", {**values, **sizes})
+    return [OfFlags(size) for size in train_valid_test_num_samples]
+
+
 Blend = tuple[Sequence[str], Sequence[float] | None]
 
 
@@ -387,9 +462,26 @@ class inprocess_restart:  # noqa: N801 (a module of Megatron)
     """Megatron's module: a run is restarted by its launcher, and resumes."""
 
     @staticmethod
-    def maybe_wrap_for_inprocess_restart(pretrain: Callable) -> tuple[Callable, None]:
-        """(`pretrain`, no store)."""
-        return pretrain, None
+    def maybe_wrap_for_inprocess_restart(entry: Callable) -> tuple[Callable, None]:
+        """(`entry`, no store)."""
+        return entry, None
+
+
+def get_num_microbatches() -> int:
+    """Micro-batches of a step on one rank."""
+    args = get_args()
+    return get_current_global_batch_size() // (args.micro_batch_size * args.data_parallel_size)
+
+
+def get_current_global_batch_size() -> int:
+    """--global-batch-size. Raises ValueError where --rampup-batch-size changes it."""
+    args = get_args()
+    if args.rampup_batch_size:
+        raise ValueError(
+            "get_current_global_batch_size: not known with --rampup-batch-size; omit the flag "
+            "[no-such-argument]"
+        )
+    return args.global_batch_size
 
 
 def set_startup_timestamps(
@@ -413,9 +505,24 @@ def get_te_version() -> str:
         return "not installed"
 
 
-def __getattr__(name: str) -> Callable[..., NoReturn]:
+_OF_MPU = ("get_", "is_", "model_parallel_is_")
+# Specs of 2023, which were no functions.
+_LAYERS = ("gpt_layer_with_transformer_engine_spec", "gpt_layer_with_transformer_engine_spec_moe")
+
+
+def has(name: str) -> bool:
+    """Is it a name of `megatron.training`?"""
+    is_of_mpu = name.startswith(_OF_MPU) and hasattr(mpu, name)
+    return is_of_mpu or name in (*__all__, *_LAYERS) or name in UNUSABLE
+
+
+def __getattr__(name: str) -> Any:
     if name in UNUSABLE:
         return unusable(name)
+    if name in _LAYERS:
+        return None
+    if has(name):
+        return getattr(mpu, name)
     raise AttributeError(name)
 
 
@@ -426,27 +533,45 @@ __all__ = [
     "MockGPTDataset",
     "StragglerDetector",
     "average_losses_across_data_parallel_group",
+    "broadcast_data",
     "build_tokenizer",
+    "build_train_valid_test_datasets",
     "core_transformer_config_from_args",
+    "finalize_packed_seq_params",
     "flatten_batch_for_packed_sequences",
     "get_attr_wrapped_model",
     "get_batch_on_this_cp_rank",
     "get_batch_on_this_tp_rank",
     "get_blend_and_blend_per_split",
     "get_blend_from_list",
+    "get_current_global_batch_size",
     "get_gpt_decoder_block_spec",
+    "get_gpt_decoder_layer_specs",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
+    "get_gpt_mtp_block_spec",
     "get_ltor_masks_and_position_ids",
     "get_mtp_ranks",
+    "get_num_microbatches",
     "get_rerun_state_machine",
     "get_te_version",
+    "get_timers",
     "get_torch_version",
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    "get_transformer_layer_with_experimental_attention_variant_spec",
+    "gpt_builder",
     "gpt_config_from_args",
     "inprocess_restart",
+    "is_first_or_last_pipeline_stage",
+    "model_provider",
+    "mpu",
     "mtp_on_this_rank",
+    "parallel_state",
+    "parse_and_validate_args",
+    "pretrain",
+    "pretrain_cfg_container_from_args",
+    "resolve_thd_tail_padding_policy",
     "set_startup_timestamps",
     "tensor_parallel",
     "refuse",
 ]
-NAMES = {*__all__, *UNUSABLE} - {"refuse"}  # of `megatron.training`
