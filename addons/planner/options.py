@@ -3,10 +3,13 @@ immediate."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.arguments import arg, flags_of_group, is_flag
+from megatron.config.command_line import parser
+from megatron.features.registry import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +48,13 @@ class Options:
 
 
 def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(words of these flags, words of the run)."""
+    """(words of these flags, words of the run). One of neither belongs to what it is most like."""
     flags = {
         spelling: flag
         for flag in flags_of_group(Options, "").values()
         for spelling in flag.spellings
     }
+    of_run = ["--model", *parser(RunConfig).every_spelling]
     own: list[str] = []
     others: list[str] = []
     words = list(argv)
@@ -58,10 +62,14 @@ def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         word = words.pop(0)
         name, equals, _ = word.partition("=")
         if name not in flags and name not in ("-h", "--help", "--version", "--explain"):
-            others.append(word)
+            unknown = is_flag(word) and name not in of_run
+            meant = difflib.get_close_matches(name, [*flags, *of_run], 1) if unknown else []
+            (own if flags.keys() & meant else others).append(word)
             continue
         own.append(word)
-        takes = name in flags and flags[name].kind == "value"
-        if takes and not equals and words and not is_flag(words[0]):
+        if name not in flags or equals or not words or is_flag(words[0]):
+            continue
+        # what stands behind a switch is refused, but for an @FILE of the run
+        if flags[name].kind == "value" or not words[0].startswith("@"):
             own.append(words.pop(0))
     return own, others

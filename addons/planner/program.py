@@ -22,12 +22,6 @@ from tools.shared.program import complain, read
 from .options import Options, divided
 
 
-def _problems(options: Options) -> list[str]:
-    if options.evaluate is None and options.gpus is None:
-        return ["--gpus is missing: number of GPUs of the run [flag-missing]"]
-    return []
-
-
 def _planned(words: list[str], gpus: int) -> CommandLine:
     """The run. Exits with 2 where its flags are wrong."""
     line, problems = planned(words, gpus)
@@ -149,13 +143,17 @@ def _search(options: Options, words: list[str], gpus: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 2 a wrong command line or file."""
     own, words = divided(argv)
-    options = read(Options, own, prog="plan.py", description=__doc__ or "", check=_problems)
+    options = read(Options, own, prog="plan.py", description=__doc__ or "")
     try:
         if options.evaluate is not None:
             _evaluate(options, options.evaluate)
             return 0
         words = expand_files(words)
-        assert options.gpus is not None  # _problems
+        if options.gpus is None:
+            unknown = [each for each in planned(words, 1)[1] if each.endswith("[flag-unknown]")]
+            missing = "--gpus is missing: number of GPUs of the run [flag-missing]"
+            print(error_lines([*unknown, missing]), end="", file=sys.stderr)
+            return 2
         (_search if options.search else _plan)(options, words, options.gpus)
     except (ValueError, OSError) as error:
         complain(error)

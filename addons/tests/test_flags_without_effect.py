@@ -39,6 +39,7 @@ WITH = {
 FLAGS = flags_of(RunConfig)
 NEEDS = [(flag, index) for flag in FLAGS.values() for index in range(len(flag.needs))]
 VALUES = {
+    "linear_attention_freq": "[0,1]",
     "moe_layer_freq": "[0,1]",
     "no_rope_freq": "[0,1]",
     "window_attn_skip_freq": "[0,1]",

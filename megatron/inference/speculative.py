@@ -4,6 +4,7 @@ tokens, which the model computes in one pass with the token before them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -107,8 +108,8 @@ class SpeculativeModel(CachedModel):
         rotary = self.model.mtp.rotary
         inputs = LayerInputs(None if rotary is None else rotary(s, positions))
         for depth, layer in enumerate(self._layers):
-            embedded = self.model.embedding(ids[:, depth : depth + s], positions)
-            state = layer(state, embedded, inputs)
+            embed = partial(self.model.embedding, ids[:, depth : depth + s], positions)
+            state = layer(state, embed, inputs)
             last = state[(ends - 1).clamp(min=0), rows].unsqueeze(0)
             likeliest = self._vocabulary(last)[0].argmax(-1)
             place = rows, ends + depth

@@ -275,7 +275,7 @@ def test_flops():
     weights = sum(
         spec.size for spec in mixer.parameters("", lambda role: ("zeros", 0.0)) if spec.matrices
     )
-    assert mixer.flops() == (2 * weights, 2 * 16 * HEADS * (PLAIN + ROTARY + VALUE))
+    assert mixer.flops()[:2] == (2 * weights, 2 * 16 * HEADS * (PLAIN + ROTARY + VALUE))
     assert count_flops(model, 64).core == 3 * mixer.flops().core
 
 

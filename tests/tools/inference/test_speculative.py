@@ -1,7 +1,7 @@
 """Drafts of the heads are those of whole texts, and texts with drafts are those without."""
 
 import random
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -84,8 +84,8 @@ def heads_of_whole_text(model: GPTModel, tokens: list[int], count: int) -> list[
     state = model.decoder(model.embedding(ids[:, :s]), LayerInputs(), s, None)
     rotary = model.mtp.rotary and model.mtp.rotary(s, None)
     for depth, layer in enumerate(model.mtp.layers[:count], 1):
-        embedded = model.embedding(ids[:, depth : depth + s])
-        state = layer(state, embedded, LayerInputs(rotary))
+        embed = partial(model.embedding, ids[:, depth : depth + s])
+        state = layer(state, embed, LayerInputs(rotary))
         ids = torch.cat((ids, model.logits(state)[-1:, :, :VOCAB].argmax(-1)), 1)
     return ids[0, s + 1 :].tolist()
 
