@@ -16,6 +16,7 @@ import math
 import os
 import re
 import signal
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -236,9 +237,9 @@ def report_python(text: str, path: Path) -> int:
     """Print what keeps a Python script from starting; the exit code."""
     checks = addons.modules("check_python")
     if not checks:
-        raise ValueError(
-            f"{path}: scripts in Python are read by an add-on that is not here [no-launch-found]"
-        )
+        line = "an add-on that is not there reads scripts in Python; install the suite with it"
+        print(f"error: {path}: {line} [feature-not-installed]", file=sys.stderr)
+        return 2
     with _bounded(path):
         names, problems = importlib.import_module(checks[0]).check(text, path)
     if not names:

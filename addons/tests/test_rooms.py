@@ -42,6 +42,7 @@ ADDONS = {
 }
 # a program of the core with flags under which an add-on without flags or programs does something
 PROGRAMS = {
+    "megatron_api": "tools/check_script.py pretrain_gpt.py",
     "object_storage": f"pretrain_gpt.py {' '.join(SMALL)} --mock-data --load s3://bucket/run",
     "ray": "tools/preprocess_data.py --cluster ray",
 }
