@@ -185,8 +185,8 @@ def test_two_names_of_one_setting_must_agree():
     [
         ("A", (19, 129, 0)),
         pytest.param("F", (38, 246, 3), marks=pytest.mark.sweep),
-        pytest.param("P", (71, 512, 15), marks=pytest.mark.sweep),
-        pytest.param("U", (82, 777, 17), marks=pytest.mark.campaign),
+        pytest.param("P", (72, 512, 14), marks=pytest.mark.sweep),
+        pytest.param("U", (90, 768, 18), marks=pytest.mark.campaign),
         pytest.param("Y", (30, 347, 4), marks=pytest.mark.sweep),
     ],
 )
