@@ -32,7 +32,8 @@ KINDS = {GATED[1]: "geglu with biases"}
 SIX = {"[0,1]": "[0,1]*3", "[1,0,1]": "[1,0,1]*2"}  # patterns of layers
 TWO = {"[0,1]*3": "[0,1]", "[1,0,1]*2": "[1,0]"}
 for _name, _case in LAYOUTS.items():
-    if {"--num-experts", "muon"}.isdisjoint(_case.model):
+    others = {"--num-experts", "muon", "gated_delta_net", "--hybrid-layer-pattern"}
+    if others.isdisjoint(_case.model):
         _model = [SIX.get(word, word) for word in _case.model]
         KINDS.setdefault(tuple(with_flags(_model, *LAYERS)), _name)
 KINDS[(*LLAMA, *LAYERS, *SINKS)] = "learnable sinks"

@@ -75,7 +75,7 @@ class GatedDeltaNet(Mixer):
         )
 
     def refuses(self, f: Rules) -> Iterator[str]:
-        """Heads that cannot share keys or ranks, parts of a sequence, FP8, LayerNorm."""
+        """Heads that cannot share keys or ranks, parts of a sequence, FP8, graphs, LayerNorm."""
         names = ("linear_num_key_heads", "linear_num_value_heads", "tensor_model_parallel_size")
         by_letter = f["hybrid_layer_pattern"] is not None
         variant = f.say("hybrid_layer_pattern" if by_letter else "experimental_attention_variant")
@@ -91,11 +91,12 @@ class GatedDeltaNet(Mixer):
                 f"{f.say('context_parallel_size')}: the state of {variant} needs all earlier "
                 "tokens on a rank; use 1 [flags-exclude-each-other]"
             )
-        if f["fp8"]:
-            yield (
-                f"{f.say('fp8')}: not with {variant}; omit one of the two "
-                "[flags-exclude-each-other]"
-            )
+        for name in ("fp8", "torch_compile"):  # compiled, a layer would be several graphs
+            if f[name]:
+                yield (
+                    f"{f.say(name)}: not with {variant}; omit one of the two "
+                    "[flags-exclude-each-other]"
+                )
         if not f.ok(*names):
             return
         keys, values, tp = (f[name] for name in names)
