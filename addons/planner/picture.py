@@ -8,7 +8,7 @@ from megatron.analysis.plots import RUNS, load_matplotlib, save_figure
 
 from .evaluate import Comparison, groups
 
-OTHERS = ("#e377c2", "#bcbd22", "#17becf", "#9467bd")
+OTHERS = ("#e377c2", "#bcbd22", "#1b1b6f", "#8c564b")
 
 
 def draw_errors(path: str, found: Comparison) -> None:
