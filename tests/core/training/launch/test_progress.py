@@ -185,7 +185,8 @@ def stalled(rank: int, world: int, computes: bool) -> str:
         watch.monitor.begin(RunPhase("evaluation", limit=0.2))
         end = time.monotonic() + 4.0
         while time.monotonic() < end:
-            time.sleep(0.0 if computes else 4.0)
+            if not computes:
+                time.sleep(4.0)
         return err.getvalue()
 
 
