@@ -1201,6 +1201,13 @@ BUGS = {
         "FlatBuffers.__init__(self, parameters, ctx, grad_dtype, None, None, units=True)",
         f"{LAYOUTS}[dp2, ZeRO-3, Muon]",
     ),
+    # DeepSpeed 8443
+    "Muon's gradients normalized in each micro-batch": Bug(
+        "megatron.parallel.fsdp.UnitReduction.wait",
+        "piece.total.add_(work())",
+        "piece.total.add_(work() / work().norm().clamp(min=1e-30))",
+        f"{LAYOUTS}[dp2, ZeRO-3, Muon]",
+    ),
     # Megatron-LM 7452
     "shards saved at the places of another rank's": Bug(
         "megatron.parallel.fsdp.ShardedBuffers._place",

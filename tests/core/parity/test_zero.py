@@ -1,8 +1,10 @@
 """Shared gradients and weights (ZeRO-2 and 3) in whole runs: the memory that the plan says, the bits
 of ZeRO-1, checkpoints of every strategy read by the others."""
 
+import ctypes
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron import device, host
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
-from megatron.config.plan.fit import fullest
+from megatron.config.plan.fit import GIB, fullest
 from megatron.config.plan.plan import bytes_per_rank, make_plan
 from megatron.features.registry import RunConfig
 from megatron.parallel import fsdp
+from megatron.training import loop
 from tests.core.parity.layouts import (
     A2A,
     CHUNKS,
@@ -207,15 +211,33 @@ def test_a_unit_that_is_not_freed_ends_the_run(data, tmp_path):
         train(tmp_path, argv(data, GPT2, STEPS, *ZERO3), 2, hook=keep_weights)
 
 
+def resident() -> None:
+    """Hook: each rank writes the most memory that it had. What it frees goes back to the system at
+    once, as with MALLOC_MMAP_THRESHOLD_=131072, by which a run knows that it is not to keep it."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+    ctypes.CDLL(None).mallopt(device.M_MMAP_THRESHOLD, 1 << 17)
+    step = loop.train_step
+
+    def train_step(*args, **kwargs):
+        result = step(*args, **kwargs)
+        status = Path("/proc/self/status").read_text()
+        file = Path(sys.stdout.name).with_name(f"resident.{os.environ['RANK']}")
+        file.write_text(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+        return result
+
+    loop.train_step = train_step
+
+
 LARGE = (
     *"--num-layers 24 --hidden-size 1536 --num-attention-heads 12 --ffn-hidden-size 4096".split(),
     *"--seq-length 512 --max-position-embeddings 512 --micro-batch-size 1".split(),
-    *"--global-batch-size 4 --train-iters 1 --lr 1e-4 --eval-iters 0 --mock-data".split(),
+    *"--global-batch-size 4 --train-iters 1 --lr 1e-4 --eval-iters 0 --num-workers 0 --mock-data".split(),
     *"--tokenizer-type NullTokenizer --vocab-size 8191 --attention-dropout 0".split(),
     *"--hidden-dropout 0 --swiglu --normalization RMSNorm --disable-bias-linear".split(),
     *"--position-embedding-type rope --untie-embeddings-and-output-weights".split(),
     *FULL,
 )
+SMALLEST = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16".split()
 
 
 def planned_peak(world: int, *flags: str) -> int:
@@ -231,3 +253,28 @@ def test_a_stage_takes_less_than_the_one_before(world, more):
     stages = (DISTRIBUTED, ZERO2, ZERO3)
     first, second, third = (planned_peak(world, *zero, *more) for zero in stages)
     assert third < second < first
+
+
+@pytest.mark.sweep
+def test_a_machine_holds_what_the_plan_says(tmp_path, capsys):
+    """0.7B on four ranks, where ZeRO-1 would need nearly twice as much: the sum of what each rank had
+    at most, less that of ranks with a model of next to nothing."""
+    planned, first_stage = (
+        4 * planned_peak(4, "--bf16", *zero) for zero in (ZERO3[:2], DISTRIBUTED)
+    )
+    if host.available_memory() < planned + 2 * GIB:
+        pytest.skip(f"needs {planned / GIB + 2:.0f} GiB")
+    peaks = []
+    for name, sizes in (("smallest", SMALLEST), ("large", ())):
+        words = with_flags([*LARGE, "--bf16", *ZERO3[:2]], *sizes)
+        train(tmp_path / name, words, 4, hook=resident, seconds=840)
+        files = [tmp_path / name / f"resident.{rank}" for rank in range(4)]
+        peaks.append(sum(int(file.read_text()) * 1024 for file in files))
+    smallest, peak = peaks
+    with capsys.disabled():
+        print(
+            f"\n0.7B on 4 ranks, ZeRO-3: {(peak - smallest) / GIB:.2f} GiB measured (4 ranks without "
+            f"it: {smallest / GIB:.2f}), {planned / GIB:.2f} planned; ZeRO-1 {first_stage / GIB:.2f}"
+        )
+    assert peak - smallest == pytest.approx(planned, rel=0.05)
+    assert first_stage > 1.8 * planned
