@@ -11,13 +11,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from . import points
+from megatron.config.plan.fit import GIB, SPARE
+
+from . import nanotron, points
 from .machines import FOLDER, Constants, load
 from .step_time import step_seconds
 
 Rows = Sequence[Mapping[str, str]]
 Key = TypeVar("Key", bound=Hashable)
 HELD = 1.5  # as many runs of a system as its factor is held to 1 by
+CLOSE = 0.06  # of a run's memory, what a prediction may be off
+FULL_SLOWER = 5.0  # times the step of a run whose memory is nearly full, measured 5 to 9
 LEAST_CELL = 10  # layouts of a cell of a sweep
 
 
@@ -156,6 +160,36 @@ def table(found: Comparison) -> list[str]:
     ]
 
 
+def _at_risk(rows: Rows) -> np.ndarray:
+    """By how much a step is longer than predicted on the average of what its memory may turn out to
+    be, which is known of nanotron's runs alone."""
+    limit = np.array([load(points.machine_of(row)).facts["memory_gib"] for row in rows])
+    needed = nanotron.held(points.runs(rows)).again / GIB
+    sigmas = (needed / limit / (1 - SPARE) - 1) / CLOSE
+    known = ["nanotron" in row["source"] for row in rows]
+    return 1 + (FULL_SLOWER - 1) * np.array(known) / (1 + np.exp(-1.7 * sigmas))
+
+
+def memory(rows: Rows) -> list[str]:
+    """How far the memory predicted for nanotron's runs is from what was measured."""
+    rows = [row for row in rows if "nanotron" in row["source"] and row.get("peak_mem_GB")]
+    if not rows:
+        return []
+    runs = points.runs(rows)
+    both = nanotron.held(runs)
+    measured = np.array([float(row["peak_mem_GB"]) for row in rows])
+    guess, *ways = [
+        np.abs(each / GIB / measured - 1) for each in (nanotron.guessed(runs, both), *both)
+    ]
+    lines = ["memory of nanotron's first rank, whose backward gathers sequences again or not:"]
+    for name, size in (("as guessed", guess), ("the nearer of the two", np.minimum(*ways))):
+        share = (size < CLOSE).mean()
+        lines.append(
+            f"  {name}: {share:.1%} of {len(rows)} runs within {CLOSE:.0%}, {summary(size)}"
+        )
+    return lines
+
+
 def rule_of_thumb(row: Mapping[str, str]) -> tuple[float, ...]:
     """Megatron's advice: as little model parallelism as fits, tensor parallelism in a node before
     stages, the distributed optimizer, a large micro-batch; the least of these is taken."""
@@ -175,6 +209,7 @@ def regret(found: Comparison) -> list[str]:
 
     lost: dict[str, list[float]] = {"planner": [], "rule of thumb": [], "median layout": []}
     lines = []
+    advised = found.predicted * _at_risk(found.rows)
     for key, members in sorted(groups(found.rows, cell).items()):
         layouts = {
             (found.rows[n]["tp"], found.rows[n]["pp"], found.rows[n]["mbs"]) for n in members
@@ -183,7 +218,7 @@ def regret(found: Comparison) -> list[str]:
             continue
         measured = found.measured[members]
         chosen = {
-            "planner": measured[np.argmin(found.predicted[members])],
+            "planner": measured[np.argmin(advised[members])],
             "rule of thumb": measured[
                 min(range(len(members)), key=lambda n: rule_of_thumb(found.rows[members[n]]))
             ],
@@ -208,7 +243,7 @@ def report(rows: Rows, leave_out: bool) -> tuple[list[str], Comparison]:
     """What --evaluate prints, and the comparison; `leave_out`: fits without each source and without
     random thirds, too."""
     found = compared(rows)
-    lines = [*table(found), *regret(found)]
+    lines = [*table(found), *memory(rows), *regret(found)]
     if leave_out:
         by_source = list(groups(rows, lambda row: row["source"]).values())
         left = unseen(rows, by_source)

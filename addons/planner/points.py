@@ -198,6 +198,7 @@ def _one(row: Mapping[str, str]) -> dict[str, float]:
         "ffn": n("ffn"),
         "gated": n("glu"),
         "vocab": n("vocab"),
+        "tied": n("tied"),
         "experts": n("experts"),
         "topk": n("topk"),
         "moe_ffn": n("moe_ffn"),

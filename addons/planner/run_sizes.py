@@ -39,6 +39,7 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
         ffn=m.ffn,
         gated=int(m.gated),
         vocab=plan.padded_vocab_size,
+        tied=int(m.tied),
         experts=experts,
         topk=m.moe_router_topk if experts else 0,
         moe_ffn=m.expert_ffn if experts else 0,

@@ -35,6 +35,7 @@ class Runs:
     ffn: Numbers
     gated: Numbers
     vocab: Numbers
+    tied: Numbers = 0  # one embedding for input and output
     experts: Numbers = 0
     topk: Numbers = 0
     moe_ffn: Numbers = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.addons.planner import evaluate, points, search
+from megatron.addons.planner import evaluate, nanotron, points, search
 from megatron.addons.planner.fit import fit
 from megatron.addons.planner.machines import Constants, load, names
 from megatron.addons.planner.run_sizes import sizes
@@ -179,6 +179,53 @@ def test_a_table_of_runs_is_judged(plan, tmp_path):
     assert (tmp_path / "errors.png").read_bytes()[:4] == b"\x89PNG"
     regrets = [numbers(line) for line in lines if line.startswith("regret of")]
     assert regrets[0][:2] == [0, 0] and regrets[1][1] >= 0 and len(regrets) == 3
+
+
+# nanotron's runs on H100, published: layers, hidden, MLP, tied, then tensor, pipeline and data
+# parallel ranks, samples of a micro-batch, ZeRO stage and GiB at most.
+NANOTRON = [
+    ((16, 2048, 8192, 1), (1, 1, 16, 1, 1), 24.0),
+    ((28, 3072, 8192, 1), (1, 2, 8, 1, 0), 59.6),
+    ((28, 3072, 8192, 1), (1, 4, 32, 1, 1), 27.7),
+    ((28, 3072, 8192, 1), (1, 16, 4, 4, 1), 70.8),
+    ((32, 4096, 14336, 0), (4, 32, 4, 1, 1), 16.0),
+    ((28, 3072, 8192, 1), (32, 1, 1, 64, 0), 46.0),
+]
+
+
+def nanotron_row(model, layout, gib):
+    layers, hidden, ffn, tied = model
+    tp, pp, dp, micro, zero = layout
+    sizes = {"layers": layers, "hidden": hidden, "ffn": ffn, "tied": tied, "heads": 32, "glu": 1}
+    sizes |= {"kv_heads": 32, "head_dim": hidden // 32, "vocab": 131072, "seq": 4096}
+    sizes |= {"gbs_seqs": 256, "tp": tp, "pp": pp, "dp": dp, "mbs": micro, "gpus": tp * pp * dp}
+    row = dict.fromkeys(TITLES, "") | {name: str(size) for name, size in sizes.items()}
+    said = {"source": "nanotron", "gpu": "H100", "zero_fsdp": f"zero{zero}", "peak_mem_GB": gib}
+    return row | {name: str(value) for name, value in said.items()}
+
+
+@pytest.mark.parametrize("published", NANOTRON)
+def test_memory_of_nanotrons_runs(published):
+    run = points.runs([nanotron_row(*published)])
+    both = nanotron.held(run)
+    assert both.again[0] / 2**30 == pytest.approx(published[2], rel=0.08)
+    assert (both.kept[0] > both.again[0]) == (published[1][0] > 1)
+
+
+def test_nanotrons_stages_are_cut_by_products_with_the_head():
+    model = (16, 2048, 8192, 1)  # whose head costs as much as 4 layers: 20 / 8 for each of 8 stages
+    layers = [
+        nanotron.first_layers(points.runs([nanotron_row(model, (1, pp, 1, 1, 0), 1)]))[0]
+        for pp in (1, 2, 4, 8)
+    ]
+    assert layers == [16, 10, 5, 3]
+
+
+def test_the_advice_shuns_runs_that_may_be_full():
+    """Of two layouts as fast, that which leaves memory."""
+    full, free = (nanotron_row((28, 3072, 8192, 1), (1, pp, 64 // pp, 4, 1), 1) for pp in (4, 16))
+    slower = evaluate._at_risk([full, free | {"mbs": "1"}])
+    assert slower[0] > 2 and slower[1] == pytest.approx(1, abs=0.01)
 
 
 def test_no_row_is_corrected_by_itself():

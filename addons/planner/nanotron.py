@@ -1,0 +1,76 @@
+"""What nanotron's first rank holds at most, for its sweep of runs: another program keeps other
+tensors than this suite, whose own memory is the plan's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.config.plan.fit import GIB
+
+from .step_time import Numbers, Runs, parameters
+
+# Bytes, fitted to the sweep. Of a parameter: weights and most of their gradients in bf16, sums in
+# fp32; master weights and Adam's moments; of the embedding, the gradients of its two uses.
+STATE, OPTIMIZER, EMBEDDING = 7.5, 12.4, 2.8
+# Of a token: per hidden element two norms and their inputs, queries, keys and values before and
+# after their rotation, attention; per element of the MLP gate, up, activation and product; 2 % more
+# than these 20 and 8 bytes, as the allocator rounds.
+HIDDEN, WIDE = 20.4, 8.2
+LAYERS_OF_BACKWARD = 1.7  # what a layer's gradients take, in layers
+LOGIT, LOGIT_BEFORE = 6.8, 2.9  # ... and of the micro-batch before
+GATHERED = 5.7  # buffers of whole sequences where tensors are parallel
+# ... and what is kept of them, without stages and with: of a layer, and of all
+KEPT, KEPT_OF_STAGE = (1.3, 64), (1.5, 25)
+REST = 0.2 * GIB
+FULL = 74 * GIB  # what none of its runs of this kind takes
+
+
+class Held(NamedTuple):
+    """Bytes, where backward gathers sequences again (its default since 2025) and where what forward
+    gathered is kept; which of the two a run had is not published."""
+
+    again: Numbers
+    kept: Numbers
+
+
+def first_layers(r: Runs) -> Numbers:
+    """Layers of the first stage: a stage takes blocks until it has its share of all products, of
+    which the head is one."""
+    layer = r.hidden * (4 * r.hidden + 3 * r.ffn)
+    share = (r.layers * layer + r.vocab * r.hidden) / r.pp / layer
+    return np.minimum(np.ceil(share - 1e-9), r.layers)
+
+
+def held(r: Runs) -> Held:
+    """Of these runs."""
+    dense, _, embedding = parameters(r)
+    one = np.asarray(r.pp) == 1
+    layers = first_layers(r)
+    ends = embedding * np.where(one & ~np.asarray(r.tied, bool), 2, 1)
+    own = dense * r.pp * layers / r.layers + ends
+    shard = np.where(np.asarray(r.zero) > 0, r.dp, 1)
+    alive = layers * np.minimum(r.pp, r.micro_batches)
+    layer = r.tokens * (HIDDEN * r.hidden + WIDE * r.ffn) / r.tp
+    logits = np.where(r.micro_batches > 1, LOGIT + LOGIT_BEFORE, LOGIT) * one
+    whole = np.where(np.asarray(r.tp) > 1, r.tokens * r.hidden, 0)
+    again = (
+        (STATE + OPTIMIZER / shard) * own
+        + EMBEDDING * ends
+        + layer * (alive + LAYERS_OF_BACKWARD)
+        + logits * r.tokens * r.vocab / r.tp
+        + GATHERED * whole
+        + REST
+    )
+    (layers_kept, kept), (of_stage, stage_kept) = KEPT, KEPT_OF_STAGE
+    sequences = np.where(one, layers_kept * alive + kept, of_stage * alive + stage_kept)
+    return Held(again, again + sequences * whole)
+
+
+def guessed(r: Runs, both: Held) -> Numbers:
+    """The one that a run most likely had: on many GPUs, on two stages, on stages that 32 ranks
+    share, and where the other does not fit, nearly all gather again."""
+    many = r.tp * r.pp * r.dp >= 512
+    late = many | (np.asarray(r.pp) == 2) | ((r.tp >= 32) & (r.pp > 1)) | (both.kept > FULL)
+    return np.where(late, both.again, both.kept)
