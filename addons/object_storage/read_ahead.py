@@ -1,14 +1,16 @@
 """Fetches what a rank reads next: the order of samples is known, so the blocks of the next
 iterations are in the cache before anybody asks for them.
 
-A process of its own goes through the micro-batches that the data workers get, `micro_batches` ahead
-of the training loop. It has the data set give the samples, while the cache only notes which blocks
+A process of its own goes through the micro-batches that the data workers get, `depth` ahead of the
+training loop. It has the data set give the samples, while the cache only notes which blocks
 that reads, and fetches those that are not there.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 
 from megatron import log
+from megatron.config.data import DataConfig
 from megatron.data.sample_lookup import Dataset
-from megatron.data.samples import Ahead
 
 from .block_cache import BlockCache, Needed, Window, block_cache
 
@@ -25,13 +27,22 @@ THREADS = 16  # that wait for the store side by side
 FULL = 0.2  # seconds between two looks whether the cache has room
 
 
+def reader(data: DataConfig, per_iteration: int) -> Callable[..., ReadAhead]:
+    """A `ReadAhead` of the rest of its arguments, with so many micro-batches in an iteration."""
+    assert data.object_storage_cache_path is not None
+    folder = os.path.abspath(data.object_storage_cache_path)
+    return functools.partial(ReadAhead, folder, data.object_storage_prefetch * per_iteration)
+
+
 class ReadAhead:
-    """Starts the process, which calls `start` first; `micro_batches` are the sample numbers that
+    """Starts the process, which calls `start` first, `depth` micro-batches ahead, and fetches into
+    the cache of the directory `folder`. `micro_batches` are the sample numbers that
     the workers will get, and remain as they are for them."""
 
     def __init__(
         self,
-        ahead: Ahead,
+        folder: str,
+        depth: int,
         dataset: Dataset,
         micro_batches: Iterator[list[int]],
         start: Callable[[], None],
@@ -39,7 +50,9 @@ class ReadAhead:
         forked = multiprocessing.get_context("fork")
         self._consumed = forked.Semaphore(0)
         self._process = forked.Process(
-            target=_run, args=(ahead, dataset, micro_batches, start, self._consumed), daemon=True
+            target=_run,
+            args=(folder, depth, dataset, micro_batches, start, self._consumed),
+            daemon=True,
         )
         self._process.start()
 
@@ -59,17 +72,18 @@ class ReadAhead:
 
 
 def _run(
-    ahead: Ahead,
+    folder: str,
+    depth: int,
     dataset: Dataset,
     micro_batches: Iterator[list[int]],
     start: Callable[[], None],
     consumed: multiprocessing.synchronize.Semaphore,
 ) -> None:
     start()
-    cache = block_cache(ahead.folder)
+    cache = block_cache(folder)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            _Fetcher(cache, ahead.micro_batches, consumed, pool).run(dataset, micro_batches)
+            _Fetcher(cache, depth, consumed, pool).run(dataset, micro_batches)
     except (ValueError, OSError):
         pass  # whoever reads the data meets it too, and says so
 

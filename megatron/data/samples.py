@@ -1,13 +1,11 @@
 """What a loader reads: the samples of a dataset, each checked against the vocabulary and, for a
 ledger, hashed."""
 
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.data import DataConfig
 from megatron.data.sample_lookup import (
     LABELS,
     LOSS_MASK,
@@ -46,21 +44,6 @@ def sample_of(row: np.ndarray, subset: int | None = None, hash: int = 0) -> Samp
         return Sample(row, subset=subset, hash=hash)
     loss_mask = row[LOSS_MASK] if len(row) > LOSS_MASK else None
     return Sample(row[TOKENS], row[LABELS], row[POSITIONS], row[SUBSET], hash, loss_mask)
-
-
-class Ahead(NamedTuple):
-    """How many micro-batches are fetched ahead, into the cache of which directory."""
-
-    folder: str
-    micro_batches: int
-
-
-def ahead_of(data: DataConfig, per_iteration: int) -> Ahead | None:
-    """What the flags ask for, with so many micro-batches in an iteration; None for nothing."""
-    folder = data.object_storage_cache_path
-    if folder is None or not data.object_storage_prefetch:
-        return None
-    return Ahead(os.path.abspath(folder), data.object_storage_prefetch * per_iteration)
 
 
 class Samples:

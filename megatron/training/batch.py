@@ -23,7 +23,8 @@ from megatron.parallel.random import DropoutSeeds
 from megatron.training.launch.signals import WorkerSignals
 
 if TYPE_CHECKING:
-    from megatron.data.samples import Ahead
+    from megatron.config.plan.plan import Plan
+    from megatron.config.tree import Config
     from megatron.model.blocks.module import RouterStep
     from megatron.model.blocks.mtp.module import Depths
     from megatron.model.gpt import TokenMetrics
@@ -299,23 +300,33 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
+def open_samples(
+    config: Config, plan: Plan, dataset: Any, micro_batches: Iterator[list[int]]
+) -> Generator[MicroBatch, None, None]:
+    """`load_samples` with the workers of the run and, of an object store, what it fetches ahead."""
+    data, batch = config.data, plan.batch
+    ahead = None
+    if data.object_storage_cache_path and data.object_storage_prefetch:
+        per_iteration = batch.final_global_batch_size // batch.divisor
+        ahead = object_stores.part("read_ahead").reader(data, per_iteration)
+    return load_samples(dataset, micro_batches, data.num_workers, ahead)
+
+
 def load_samples(
     dataset: Any,
     micro_batches: Iterator[list[int]],
     num_workers: int,
-    ahead: Ahead | None = None,
+    ahead: Callable[..., Any] | None = None,
 ) -> Generator[MicroBatch, None, None]:
     """Read micro-batches of a dataset of `Sample` in order, `num_workers` processes ahead (0: in
-    this process). `ahead`: of data in an object store, what is fetched before.
+    this process). `ahead` starts what fetches them before.
 
     Raises ValueError where data cannot be read, in one line also when a worker met it.
     """
     parent = os.getpid()
     fetching = None
     if ahead:
-        fetching = object_stores.part("read_ahead").ReadAhead(
-            ahead, dataset.dataset, micro_batches, lambda: _start_worker(parent)
-        )
+        fetching = ahead(dataset.dataset, micro_batches, lambda: _start_worker(parent))
     with warnings.catch_warnings():
         # torch's advice for fewer workers than cores, which suits those that compute
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)

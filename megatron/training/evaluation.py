@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megatron import log
 from megatron.data.sample_lookup import Dataset
-from megatron.data.samples import Samples, ahead_of
+from megatron.data.samples import Samples
 from megatron.data.text_bytes import bits_per_byte, bytes_per_token
 from megatron.training.agreement import Agreement
-from megatron.training.batch import MicroBatch, evaluation_samples, load_samples
+from megatron.training.batch import MicroBatch, evaluation_samples, open_samples
 from megatron.training.build_data import Data
 from megatron.training.hook import Hook
 from megatron.training.logging.training_log import TrainingLog
@@ -39,8 +39,6 @@ class Evaluation(Hook):
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
         self._done = False  # the validation after the last iteration
-        batch = run.plan.evaluation_batch
-        self._ahead = ahead_of(run.config.data, batch.num_microbatches)
         self.enabled = bool(data.valid) and run.config.training.eval_iters > 0
 
     def due(self, iteration: int) -> bool:
@@ -134,11 +132,11 @@ class Evaluation(Hook):
             samples = Samples(self._data.valid[number], run.plan.vocab_size)
             # resumed with other --eval-iters, a run may come to their end, and begins again
             starts = itertools.chain([first], () if full else itertools.repeat(0))
-            self._valid_samples[number] = load_samples(
+            self._valid_samples[number] = open_samples(
+                run.config,
+                run.plan,
                 samples,
                 itertools.chain.from_iterable(evaluation_samples(sampler, n) for n in starts),
-                run.config.data.num_workers,
-                self._ahead,
             )
         remaining = sampler.micro_batches_left(0)
         # take micro-batches in rounds
@@ -190,11 +188,11 @@ class Evaluation(Hook):
                 return
         sampler = self._data.test_sampler
         if self._data.test is not None and sampler is not None and t.eval_iters > 0:
-            samples = load_samples(
+            samples = open_samples(
+                run.config,
+                run.plan,
                 Samples(self._data.test, run.plan.vocab_size),
                 evaluation_samples(sampler, 0),
-                run.config.data.num_workers,
-                self._ahead,
             )
             self._evaluate(
                 self._data.test,

@@ -5,10 +5,10 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from megatron import log
-from megatron.data.samples import Samples, ahead_of
+from megatron.data.samples import Samples
 from megatron.data.subsets import subset_names
 from megatron.training.agreement import Agreement
-from megatron.training.batch import MicroBatch, load_samples, training_samples
+from megatron.training.batch import MicroBatch, open_samples, training_samples
 from megatron.training.build_data import Data
 from megatron.training.evaluation import Evaluation
 from megatron.training.feature import Loop, features_of
@@ -122,9 +122,7 @@ class Trainer:
             next((counter.hash_of for counter in run.counters if counter.hash_of), None),
             with_subset=any(counter.with_subset for counter in run.counters),
         )
-        per_iteration = run.plan.batch.final_global_batch_size // self.data.train_sampler.step
-        ahead = ahead_of(run.config.data, per_iteration)
-        return load_samples(samples, numbers, run.config.data.num_workers, ahead)
+        return open_samples(run.config, run.plan, samples, numbers)
 
     def train_one(self, iteration: int, samples: Iterator[MicroBatch]) -> Requests:
         """One iteration with its counters, schedule and log line; the requests of all ranks. A

@@ -45,7 +45,7 @@ REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async sav
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
 
 # Source that several bugs share.
-LOAD = "load_samples(samples, numbers, run.config.data.num_workers, ahead)"
+LOAD = "open_samples(run.config, run.plan, samples, numbers)"
 EVERY = "*(iteration for iteration in present if keep_every and iteration % keep_every == 0)}"
 NORM = "te.LayerNorm(weight.shape[0], eps=eps, device='meta', dtype=weight.dtype, "
 SKIP = "self._release_gradients()\nreturn StepResult(False, norm, None)"

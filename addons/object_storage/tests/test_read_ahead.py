@@ -13,7 +13,6 @@ from megatron.addons.object_storage import block_cache, mirror
 from megatron.addons.object_storage.block_cache import BlockCache, Needed, StoredFile, Window
 from megatron.addons.object_storage.read_ahead import ReadAhead
 from megatron.addons.object_storage.tests.stored import stored_file
-from megatron.data.samples import Ahead
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
 
 BLOCK = 512
@@ -103,7 +102,7 @@ def test_what_is_read_next_is_there(tmp_path: Path) -> None:
         needed = [cache.noted(dataset.__getitem__, batch) for batch in numbers]
         most = max(len(set(chain(*needed[n : n + 5]))) for n in range(len(numbers)))
         cache.set_bound((most + 12) * PAGE)
-        read_ahead = ReadAhead(Ahead(str(folder), 5), dataset, iter(numbers), lambda: None)
+        read_ahead = ReadAhead(str(folder), 5, dataset, iter(numbers), lambda: None)
         slow = None
         later = {block.number for block in cache.noted(dataset.__getitem__, [298, 299])}
         try:
@@ -113,9 +112,7 @@ def test_what_is_read_next_is_there(tmp_path: Path) -> None:
                 assert soon(lambda window=window: window <= blocks(folder))
                 if at == 0:
                     assert blocks(folder) == window
-                    slow = ReadAhead(
-                        Ahead(str(folder), 1), dataset, iter([[298, 299]]), lambda: None
-                    )
+                    slow = ReadAhead(str(folder), 1, dataset, iter([[298, 299]]), lambda: None)
                     assert soon(lambda later=later: later <= blocks(folder))
                 for number in batch:
                     assert len(dataset[number]) == 33
@@ -136,7 +133,7 @@ def test_a_failing_store_does_not_end_it_quietly(tmp_path: Path) -> None:
         yield []
 
     BlockCache(str(tmp_path)).set_bound(0)
-    read_ahead = ReadAhead(Ahead(str(tmp_path), 5), None, fails(), lambda: os._exit(7))
+    read_ahead = ReadAhead(str(tmp_path), 5, None, fails(), lambda: os._exit(7))
     assert soon(lambda: read_ahead._process.exitcode == 7)
     read_ahead.take()
     read_ahead.close()
