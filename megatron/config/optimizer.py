@@ -32,6 +32,13 @@ class OptimizerConfig:
         help="adam (AdamW), sgd, or muon (Muon for the matrices of the layers, AdamW for the rest; "
         "dist_muon is the same)",
     )
+    train_only: tuple[str, ...] = arg(
+        (),
+        metavar="GLOB",
+        help="train the parameters whose names match, as in decoder.layers.*.mlp.*; all others are "
+        "frozen: no gradient, no optimizer state, the same bits afterwards (default: train all)",
+        dump=False,
+    )
     lr: float = arg(
         None,
         missing="give the peak learning rate, as in --lr 3e-4",

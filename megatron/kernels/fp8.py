@@ -288,6 +288,7 @@ class _Fp8GroupedLinear(torch.autograd.Function):
         q = cast(x, forward, TensorScale(factor, inverse_x), columns=False)
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
+        needs_weight = ctx.needs_input_grad[1]
         grad_weight = x.new_zeros(ctx.shape) if total is None else total
         groups = zip(
             q.rows.split(ctx.counts),
@@ -301,6 +302,8 @@ class _Fp8GroupedLinear(torch.autograd.Function):
             if not len(rows):
                 continue
             grad_rows.copy_(gemm(grads, columns, grad.inverse, inverse_weight, x.dtype))
+            if not needs_weight:
+                continue
             rows, grads = _padded_rows(rows), _padded_rows(grads)
             wide = grad_weight.dtype
             grad_matrix += gemm(grads.t(), rows.t(), grad.inverse, q.inverse, wide)

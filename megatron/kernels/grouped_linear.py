@@ -54,6 +54,8 @@ class _InOneCall(torch.autograd.Function):
         grad_out = grad_out.contiguous()
         total = ctx.accumulate_into
         grad_x = grouped_mm(grad_out, weight, offs=ends)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None, None
         if total is None:
             return grad_x, grouped_mm(grad_out.t(), x, offs=ends), None, None, None
         add = not ctx.is_first()
@@ -89,7 +91,8 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         total = ctx.accumulate_into
         grad_x = torch.empty_like(x)
-        grad_weight = torch.zeros_like(weight) if total is None else None
+        needs_weight = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight) if total is None and needs_weight else None
         if total is not None and ctx.is_first():
             total.zero_()
         groups = zip(x.split(ctx.counts), grad_out.split(ctx.counts), strict=True)
@@ -98,6 +101,8 @@ class _GroupedLinear(torch.autograd.Function):
             if not len(rows):
                 continue
             x_grads[number].copy_(input_grad(grads, weight[number]))
+            if not needs_weight:
+                continue
             group_grad = linear_weight_grad(grads, rows, None if total is None else total[number])
             if grad_weight is not None and group_grad is not None:
                 grad_weight[number] = group_grad
@@ -166,10 +171,12 @@ class _CppGroupedLinear(torch.autograd.Function):
         sources, from_rows = (None if copies is None else copies.sources for copies in (of, to))
         grad_x = experts.product(grad_out, from_rows, weight, ctx.counts, transposed=False)
         total = ctx.accumulate_into
-        add = total is not None and not ctx.is_first()
-        grad_weight = experts.weight_grad(
-            grad_out, from_rows, x, sources, ctx.counts, total, add=add
-        )
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            add = total is not None and not ctx.is_first()
+            grad_weight = experts.weight_grad(
+                grad_out, from_rows, x, sources, ctx.counts, total, add=add
+            )
         grad_x = grad_x if of is None else _add_copies(grad_x, of)
         return grad_x, grad_weight, None, None, None, None, None
 

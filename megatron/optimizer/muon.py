@@ -153,7 +153,8 @@ class MuonAndAdam:
         shardings: Mapping[str, Sharding],
     ) -> None:
         self._muon = muon
-        self.adam = adam.build_adam([group for group in groups if not group["muon"]], config)
+        by_adam = [group for group in groups if not group["muon"]]
+        self.adam = adam.build_adam(by_adam or [{"params": []}], config)  # --train-only: of nothing
         adam_groups = iter(self.adam.param_groups)
         self.param_groups = [group if group["muon"] else next(adam_groups) for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = dict(self.adam.state)

@@ -68,7 +68,9 @@ class FlatBuffers:
         assign: Assign | None = None,
         units: bool = False,
     ):
-        params = [cast(Parameter, p) for p in parameters if p.requires_grad]
+        given = [cast(Parameter, p) for p in parameters]
+        params = [p for p in given if p.requires_grad]
+        self._like = given[0].new_empty(0)
         sharded = max(ctx.shard.size, ctx.experts.shard.size) > 1
         experts_apart = ctx.experts is not ctx.dense
         experts = [experts_apart and p.sharding.replicas == "experts" for p in params]
@@ -78,7 +80,7 @@ class FlatBuffers:
             [tuple(axis for axis in p.sharding.partial if ctx.axis(axis).size > 1) for p in params],
             bucket_size=bucket_size,
             shards=ctx.shard.size,
-            itemsize=min(grad_dtype.itemsize, params[0].dtype.itemsize),
+            itemsize=min(grad_dtype.itemsize, given[0].dtype.itemsize),
             partition=partition,
             experts=experts,
             expert_shards=ctx.experts.shard.size,
@@ -93,6 +95,8 @@ class FlatBuffers:
         self.params = [p for bucket in self.buckets for p in bucket.params]
         spans = layout.spans(ctx.shard.rank, ctx.experts.shard.rank) if sharded else None
         self.weights, self.flat, self.owned = self._place(params, grad_dtype, spans)
+        if not params:  # the optimizer of a stage in which nothing is trained has no element
+            self.owned = [part_of(given[0], (0, 0), self._like, self.flat[:0])]
         for p in params:
             if p.dtype == grad_dtype:
                 p.grad = p.main_grad
@@ -103,8 +107,8 @@ class FlatBuffers:
         """Give weights and gradients their memory. `spans`: what this rank updates of each
         parameter; None for all."""
         # weights first: a parameter's own memory is free before the gradients take theirs
-        weights = None if spans is None else _flatten(params, self.layout)
-        flat = torch.zeros(self.layout.size, dtype=dtype, device=params[0].device)
+        weights = None if spans is None else _flatten(params, self.layout, self._like)
+        flat = torch.zeros(self.layout.size, dtype=dtype, device=self._like.device)
         for p, start in zip(params, self.layout.starts, strict=True):
             p.main_grad = flat[start : start + p.numel()].view(p.shape)
         return weights, flat, params if spans is None else _owned(params, spans)
@@ -161,11 +165,13 @@ def _partition(
 
 
 @torch.no_grad()
-def _flatten(params: list[Parameter], layout: flat_buckets.Layout) -> torch.Tensor:
+def _flatten(
+    params: list[Parameter], layout: flat_buckets.Layout, like: torch.Tensor
+) -> torch.Tensor:
     """The weights in one flat buffer, of which the parameters are views from then on; padding is
     0."""
-    assert len({p.dtype for p in params}) == 1, "one buffer holds one dtype"
-    flat = params[0].new_zeros(layout.size)
+    assert all(p.dtype == like.dtype for p in params), "one buffer holds one dtype"
+    flat = like.new_zeros(layout.size)
     for p, start in zip(params, layout.starts, strict=True):
         view = flat[start : start + p.numel()].view(p.shape)
         view.copy_(p)

@@ -112,7 +112,7 @@ class ShardedBuffers(GradBuffers):
         assert spans is not None, "without shards there are plain GradBuffers"
         ranges = self._ranges()
         size = sum(ranges) if self.frees_weights else self.layout.size
-        weights = params[0].new_zeros(size)
+        weights = self._like.new_zeros(size)
         if self.frees_weights:
             parts = list(weights.split(ranges))
         else:
@@ -134,7 +134,7 @@ class ShardedBuffers(GradBuffers):
                 _empty(all_weights)
             whole.append(all_weights if frees else None)
         # after the weights: the parameters' own memory is free by then
-        flat = torch.zeros(sum(ranges), dtype=dtype, device=params[0].device)
+        flat = torch.zeros(sum(ranges), dtype=dtype, device=self._like.device)
         for bucket, total, all_weights, part in zip(
             self.buckets, flat.split(ranges), whole, parts, strict=True
         ):

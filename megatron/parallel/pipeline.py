@@ -118,9 +118,11 @@ class StageRunner:
         assert self._backward is not None, action
         key = action[1:3]
         gradient = None
-        hidden, output = self.alive.pop(key)
         if key in self.output_gradients:
             gradient = self.output_gradients.pop(key)()
+        if key not in self.alive:  # the output was sent, and nothing that made it is trained
+            return
+        hidden, output = self.alive.pop(key)
         self._backward(output, gradient)
         if hidden is not None:
             assert hidden.grad is not None, f"{action}: the input has no gradient"

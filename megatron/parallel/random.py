@@ -127,7 +127,11 @@ class _MadeAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        torch.autograd.backward(ctx.made.take_results(), grads)
+        made = zip(ctx.made.take_results(), grads, strict=True)
+        # behind frozen weights a result may be without a graph
+        pairs = [(result, grad) for result, grad in made if result.requires_grad]
+        results, grads = zip(*pairs, strict=True)
+        torch.autograd.backward(results, grads)
         return None, *(arg.grad for arg in ctx.made.args)
 
 
@@ -139,6 +143,8 @@ def recompute_inputs(
     """`layer(*function(*args))`. Of the function only `args` are kept, and not the results, which
     `layer` would save for backward: there the first that is asked for makes all of them again,
     once."""
+    if torch.is_grad_enabled() and not any(arg.requires_grad for arg in args):
+        return layer(*function(*args))  # else weights in the function would get no gradient
     made = _Made(function, args)
     results = _MadeAgain.apply(made, *args)
     # by their memory: a layer saves views of them, too

@@ -31,6 +31,7 @@ class Sharding:
     over them). init, std: its initial values ("normal", "xavier_uniform", "uniform", "log_uniform",
     "zeros", "ones", "constant", GIVEN).
     real_rows: rows of dim 0 that are not padding, or None for all. matrices: what Muon updates.
+    frozen: nothing updates it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Sharding:
     std: float | tuple[float, ...] = 0.0
     real_rows: int | None = None
     matrices: Matrices | None = None
+    frozen: bool = False
 
 
 if TYPE_CHECKING:
@@ -115,9 +117,10 @@ def parameter(
         std=spec.std,
         real_rows=spec.real_rows,
         matrices=spec.matrices,
+        frozen=spec.frozen,
     )
     shape = [stop - start for start, stop in local_box(sharding, ctx)]
-    dtype = dtype if spec.trained else torch.promote_types(dtype, torch.float32)
+    dtype = dtype if spec.gradient else torch.promote_types(dtype, torch.float32)
     built = Parameter(torch.empty(shape, dtype=dtype, device=device), spec.trained)
     built.sharding = sharding
     shared = ctx.shares_weights and ctx.replicas(sharding.replicas).shard.size > 1

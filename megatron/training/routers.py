@@ -10,6 +10,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.moe import PER_LAYER, ROUTER_SUMS
 from megatron.model.blocks.module import RouterStep
+from megatron.parallel.sharding import sharding_of
 from megatron.training.run import Chunks
 from megatron.training.step_sums import StepSums, Totals
 
@@ -79,7 +80,7 @@ def update_bias(m: ModelConfig, model: Chunks, totals: Totals) -> None:
     }
     rate = m.moe_router_bias_update_rate
     for layer, _, counts in _layers(m, totals):
-        if layer in held:
+        if layer in held and not sharding_of(held[layer]).frozen:
             tokens = torch.tensor(counts, dtype=torch.float64)
             step = rate * torch.sign(tokens.mean() - tokens)
             held[layer].data += step.to(held[layer])

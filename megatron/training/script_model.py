@@ -220,7 +220,7 @@ def plan_of(plan: Plan, models: Sequence[nn.Module], config: Config, ctx: Parall
             s.splits,
             partial=s.partial,
             real_rows=s.real_rows,
-            trained=trained,
+            frozen=not trained,
         )
         for s, trained in records
     )
@@ -234,6 +234,8 @@ def _refused(model: nn.Module, config: Config, ctx: ParallelContext) -> Iterator
         yield f"--pipeline-model-parallel-size {ctx.pp.size}", flags
     if config.optimizer.optimizer == "muon":
         yield "--optimizer muon", flags
+    if config.optimizer.train_only:
+        yield "--train-only", flags
     if config.model.use_mup:
         yield "--use-mup", flags
     names = {sharding_of(p).name for p in model.parameters()}

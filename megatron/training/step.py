@@ -98,7 +98,11 @@ def train_step(
     skipped = None
     if not update.ok:
         skipped = veto.by if veto else "overflow"
-    num_zeros = None if update.num_zeros is None else update.num_zeros - run.plan.num_padding
+    num_zeros = (
+        None
+        if update.num_zeros is None
+        else update.num_zeros - sum(spec.padding for spec in run.plan.trained)
+    )
     return IterationResult(
         iteration=iteration,
         global_batch_size=run.plan.global_batch_size(iteration),

@@ -37,6 +37,10 @@ LATENT = "tests/core/model/test_mla.py"
 DELTA = "tests/core/model/test_gated_delta.py"
 PATTERNS = "tests/core/model/test_pattern.py"
 FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
+FROZEN = (
+    "tests/core/training/test_frozen.py"
+    "::test_frozen_parts_keep_their_bits_and_others_learn_as_if_all_did"
+)
 DEPTHS = "tests/core/training/test_mtp.py"
 DRAFTS = "tests/tools/inference/test_speculative.py"
 SCRIPTS = "addons/megatron_api/tests/test_scripts.py"
@@ -954,6 +958,24 @@ BUGS = {
         "partial=('ends',) if model.embeds_again else ()",
         "partial=('ends',) if model.tied else ()",
         f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
+    ),
+    "weight decay on frozen parameters": Bug(
+        "megatron.parallel.flat_buffers.FlatBuffers.__init__",
+        "[p for p in given if p.requires_grad]",
+        "given",
+        f"{FROZEN}[one rank]",
+    ),
+    "a pipeline stage with nothing to train waits for a graph": Bug(
+        "megatron.parallel.pipeline.StageRunner.backward",
+        "key not in self.alive",
+        "False",
+        f"{FROZEN}[pp2, nothing to train on stage 0]",
+    ),
+    "what is made of frozen latents has no graph": Bug(
+        "megatron.parallel.random.recompute_inputs",
+        "not any(arg.requires_grad for arg in args)",
+        "False",
+        f"{FROZEN}[frozen latents, made again]",
     ),
     "a stage of its own for later tokens does not sum the embedding's gradient": Bug(
         "megatron.config.plan.plan.embedding_stages",

@@ -12,6 +12,7 @@ from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.parameters import freeze, parameter_table
 from megatron.config.tree import Config
 
 WOULD_STOP = "a real run would stop: "  # notes of a dry run
@@ -37,6 +38,8 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     for group in vars(config).values():
         if isinstance(group, HasRules):
             lines += group.check(facts)
+    if config.optimizer.train_only and not lines:  # needs the sizes of a model without problems
+        lines += _train_only(config)
     lines += check_paths.problems(config)
     if not config.training.dry_run:
         lines += check_paths.missing(config)
@@ -108,6 +111,13 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
     if config.training.dry_run:
         lines += [f"{WOULD_STOP}{line}" for line in check_paths.missing(config)]
     return lines
+
+
+def _train_only(config: Config) -> Iterator[str]:
+    try:
+        freeze(parameter_table(config.model, 1), config.optimizer.train_only)
+    except ValueError as error:
+        yield str(error)
 
 
 def _fp8(f: Facts) -> Iterator[str]:

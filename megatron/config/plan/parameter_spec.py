@@ -35,9 +35,10 @@ class ParameterSpec:
     it), "log_uniform" (the logarithm of what is between 1 and `std`), "zeros", "ones" or "constant"
     (`std` is the value). `partial` names axes whose ranks hold a copy but always see only part of
     its gradient. `real_rows`: rows of dim 0 that mean something when a vocabulary is padded (the
-    rest stay 0), else None. `trained`: has it a gradient? Others are at least fp32. `matrices`:
-    what Muon updates of it; None: nothing. `addition`: the module that begins at its initial values
-    where a checkpoint has nothing of it, else "".
+    rest stay 0), else None. `gradient`: has it one? What has none, a rule of the step updates, in
+    at least fp32. `frozen`: neither updates it (--train-only). `matrices`: what Muon updates of it;
+    None: nothing. `addition`: the module that begins at its initial values where a checkpoint has
+    nothing of it, else "".
     """
 
     name: str
@@ -47,7 +48,8 @@ class ParameterSpec:
     std: float | tuple[float, ...] = 0.0
     partial: tuple[str, ...] = ()
     real_rows: int | None = None
-    trained: bool = True
+    gradient: bool = True
+    frozen: bool = False
     matrices: Matrices | None = None
     addition: str = ""
 
@@ -57,6 +59,11 @@ class ParameterSpec:
         tokens."""
         whole = sequence_parallel and not {"tp", "ep"} & dict(self.splits).keys()
         return tuple(dict.fromkeys((*self.partial, *("tp",) * whole)))
+
+    @property
+    def trained(self) -> bool:
+        """Does the optimizer update it?"""
+        return self.gradient and not self.frozen
 
     @property
     def size(self) -> int:

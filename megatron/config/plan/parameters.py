@@ -6,9 +6,11 @@ expect.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megatron.config.model import ModelConfig
@@ -84,6 +86,27 @@ def parameter_table(
         table.append(replace(word_embedding, name=OUTPUT_LAYER, **output, partial=()))
     for depth, number in enumerate(model.mtp_layers):
         table += model.layer(number).parameters(model, f"{MTP_PREFIX}{depth}.", number, draw)
+    return table
+
+
+def freeze(table: Sequence[ParameterSpec], train_only: Sequence[str]) -> list[ParameterSpec]:
+    """The table with all frozen whose names match none of the globs; without globs nothing is.
+    Raises ValueError for a glob that matches no name, and where nothing is left to train."""
+    names = [spec.name for spec in table]
+    for glob in train_only:
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = difflib.get_close_matches(glob[:60], names, 3, 0.0)
+            raise ValueError(
+                f"--train-only {glob[:60]}: no parameter has such a name; near ones are "
+                f"{', '.join(near)} [train-only-unmatched]"
+            )
+    chosen = {name for name in names for glob in train_only if fnmatchcase(name, glob)}
+    table = [replace(spec, frozen=bool(train_only) and spec.name not in chosen) for spec in table]
+    if not any(spec.trained for spec in table):
+        raise ValueError(
+            f"--train-only {' '.join(train_only)}: freezes everything that has a gradient; name a "
+            "weight too [train-only-nothing]"
+        )
     return table
 
 

@@ -21,6 +21,7 @@ from megatron.config.plan.parameters import (
     Chunk,
     ParameterSpec,
     count_parameters,
+    freeze,
     parameter_table,
     stage_table,
 )
@@ -79,6 +80,11 @@ class Plan:
     def num_padding(self) -> int:
         """How many of them are padding: always 0, and as many as the layout asks for."""
         return sum(p.padding for p in self.parameters)
+
+    @property
+    def trained(self) -> list[ParameterSpec]:
+        """Those that the optimizer updates."""
+        return [p for p in self.parameters if p.trained]
 
     def chunks(self, stage: int) -> list[Chunk]:
         """What a pipeline stage has of the model: virtual stage c x stages + s is its chunk c."""
@@ -251,7 +257,8 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
     )
     make_scheme = config.added("init_scheme")
     scheme = make_scheme(config.model) if make_scheme else None
-    parameters = parameter_table(config.model, padded, vocab_size, scheme)
+    table = parameter_table(config.model, padded, vocab_size, scheme)
+    parameters = freeze(table, config.optimizer.train_only)
     skips = SkipRanges()
     if t.train_range_to_skip or t.iterations_to_skip:
         from megatron.config.skip_flags import parse_skips
@@ -306,7 +313,8 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
     if shares_units(config, plan):
         return None
     if p.ddp_num_buckets is not None:
-        return -(-parameters_per_rank(config, plan, stage) // p.ddp_num_buckets)
+        trained = [spec for spec in plan.parameters_of(stage) if spec.trained]
+        return -(-count_parameters(trained, _axes(config)) // p.ddp_num_buckets)
     if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.shares_optimizer):
         return max(
             buckets.DEFAULT_ELEMENTS, 1_000_000 * plan.data_parallel_size * p.context_parallel_size
@@ -477,9 +485,10 @@ def bytes_per_rank(
     shards, at their peak.
     """
     precision = config.precision
-    n = owned = parameters_per_rank(config, plan, stage)
+    n = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
+    owned = trained = count_parameters(table, _axes(config))
     of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
     fewer = 2 - config.muon.states  # than the moments of Adam
     matrices = count_parameters([table[number] for number in of_muon], _axes(config))
@@ -489,9 +498,9 @@ def bytes_per_rank(
         each = list(zip(elements, layout.elements(of_muon), strict=True))
         # Adam has three tensors of a main weight in 32 bits
         most = max(each, key=lambda counts: 3 * counts[0] - fewer * counts[1])
-        owned, matrices = most if shard is None else each[shard]
+        owned, matrices = most if shard is None else each[shard % len(each)]
     history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
-    weights, gradients = n, n
+    weights, gradients = n, trained
     of_units = {}
     if shares_units(config, plan):
         gradients = max(elements)

@@ -62,6 +62,7 @@ def entries(config: Config, plan: Plan, own_model: bool = False) -> dict[str, st
         "layout": layout_text(config, plan) if plan.world_size > 1 else "",
         "training": training_text(config, plan),
         "optimizer": optimizer_text(config),
+        "trained": "" if own_model else _trained_text(config, plan),
         "by Muon": "" if own_model else _by_muon_text(config, plan),
         "learning rate": schedule_text(config, plan),
         "memory": "" if own_model else memory_text(config, plan),
@@ -178,17 +179,28 @@ def _muon_text(config: Config) -> str:
     return c.text(precision)
 
 
+def _trained_text(config: Config, plan: Plan) -> str:
+    """With --train-only, how much of the model is trained."""
+    if not config.optimizer.train_only:
+        return ""
+    size = sum(spec.size for spec in plan.trained)
+    return (
+        f"{size:,} parameters in {_count(len(plan.trained), 'tensor')} (--train-only "
+        f"{' '.join(config.optimizer.train_only)}); frozen {plan.num_parameters - size:,}, without "
+        "gradients and optimizer state"
+    )
+
+
 def _by_muon_text(config: Config, plan: Plan) -> str:
     """Of an optimizer with two rules, the weights that each updates."""
     if config.optimizer.optimizer != "muon":
         return ""
-    trained = [spec for spec in plan.parameters if spec.trained]
-    chosen = [spec for spec in trained if by_muon(config, spec)]
+    chosen = [spec for spec in plan.trained if by_muon(config, spec)]
     count = sum(
         stack.number for spec in chosen for stack in stacks(config.muon, spec.matrices, spec.shape)
     )
     size = sum(spec.size for spec in chosen)
-    rest = sum(spec.size for spec in trained) - size
+    rest = sum(spec.size for spec in plan.trained) - size
     return f"{count:,} matrices of {size:,} parameters; by Adam {rest:,}"
 
 

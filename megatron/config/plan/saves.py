@@ -2,10 +2,9 @@
 written."""
 
 from collections.abc import Iterator
-from math import lcm, prod
+from math import lcm
 
 from megatron.config.plan.fit import gib, state_of_a_rank
-from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import BYTES, Plan, by_muon, moment_bytes
 from megatron.config.tree import Config
 
@@ -17,10 +16,10 @@ def checkpoint_bytes(config: Config, plan: Plan) -> int:
     if config.checkpoint.no_save_optim:
         return weights
     main = BYTES[precision.main_dtype]
-    table = parameter_table(config.model, plan.padded_vocab_size)
-    matrices = sum(prod(spec.shape) for spec in table if spec.trained and by_muon(config, spec))
+    trained = sum(spec.size for spec in plan.trained)
+    matrices = sum(spec.size for spec in plan.trained if by_muon(config, spec))
     copies = main * (precision.fp16 or precision.bf16) + moment_bytes(config)
-    return weights + plan.num_parameters * copies - (2 - config.muon.states) * matrices * main
+    return weights + trained * copies - (2 - config.muon.states) * matrices * main
 
 
 def checkpoints_kept(config: Config, plan: Plan) -> int:

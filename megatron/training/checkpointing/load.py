@@ -3,6 +3,7 @@ rollback."""
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
 import torch
@@ -239,10 +240,11 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             "is reset"
         )
     changed = {}
+    if with_optimizer:
+        unknown |= _begin_state(run, stored, reader.of_one_rank)
     additions = {spec.name: spec.addition for spec in run.plan.parameters if spec.addition}
     new = {*additions.values()} - {additions.get(name) for name in stored}
-    if reader.of_one_rank:
-        new = set()
+    new = set() if reader.of_one_rank else new
     if new:
         log.print_rank_0(
             f" the checkpoint has no {', '.join(sorted(new))}: started from initial values"
@@ -264,6 +266,31 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
+
+
+def _begin_state(run: Run, stored: Set[str], of_one_rank: bool) -> set[str]:
+    """Set the optimizer's state that a checkpoint of other --train-only lacks to zero; returns the
+    names of these tensors. Says of how many parameters, and how many states are left out."""
+    keys = adam.STATE_KEYS[run.optimizer.kind]
+    names = {spec.name for spec in run.plan.parameters} & stored
+    had = {name for name in names for key in keys if f"optimizer.{key}.{name}" in stored}
+    trained = {spec.name for spec in run.plan.trained}
+    new = names & trained - had if had else set()
+    left = had - trained
+    if new and not of_one_rank:
+        log.print_rank_0(
+            f" the checkpoint has no optimizer state of {len(new)} trained parameters: it starts "
+            "at zero"
+        )
+    if left and not of_one_rank:
+        log.print_rank_0(
+            f" the checkpoint's optimizer state of {len(left)} parameters that --train-only "
+            "freezes is left out"
+        )
+    begun = {f"optimizer.{key}.{name}" for name in new for key in keys}
+    for name in begun & (tensors := run.optimizer.tensors()).keys():
+        tensors[name].zero_()
+    return begun
 
 
 def _check_names(run: Run, stored: set[str], reader: Reader) -> None:

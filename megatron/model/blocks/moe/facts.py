@@ -80,7 +80,7 @@ class MixtureOfExperts(Block):
         if m.mlp_bias:
             table.append(ParameterSpec(prefix + "router.bias", (m.experts,)))
         if m.moe_router_enable_expert_bias:
-            table.append(ParameterSpec(prefix + EXPERT_BIAS, (m.experts,), trained=False))
+            table.append(ParameterSpec(prefix + EXPERT_BIAS, (m.experts,), gradient=False))
         for spec in matrices(m, prefix + "experts.", m.expert_ffn, draw):
             splits = (("ep", 0), *(("etp", dim + 1) for _, dim in spec.splits))
             shape = (m.experts, *spec.shape)
