@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron.config.plan.buckets import Assign, unit_of
+from megatron.config.plan.buckets import Assign, UnitName, unit_of
 from megatron.config.plan.units import Use, uses
 from megatron.parallel.collectives import (
     Pending,
@@ -97,7 +97,7 @@ class ShardedBuffers(GradBuffers):
     ):
         self.frees_weights = frees_weights
         self._initialize = initialize
-        self.units: dict[int, Unit] = {}
+        self.units: dict[UnitName, Unit] = {}
         self._held: dict[nn.Parameter, torch.Tensor] = {}
         FlatBuffers.__init__(self, parameters, ctx, grad_dtype, None, assign, units=True)
         self.totals = dict(zip(self.buckets, self.flat.split(self._ranges()), strict=True))
@@ -174,9 +174,9 @@ class ShardedBuffers(GradBuffers):
 
     def zero(self, micro_batches: int = 1) -> None:
         """Zero all sums."""
-        for number, unit in self.units.items():
+        for name, unit in self.units.items():
             assert unit.missing is None and unit.gathers is None, (
-                f"unit {number} is there between two steps"
+                f"unit {name} is there between two steps"
             )
         self.reduction.wait()  # of passes without `reduce`, as a step that is verified has them
         self.flat.zero_()
@@ -358,21 +358,21 @@ class UnitGathering(Gathering):
         """From now on each unit has its weights and `main_grad` while its modules compute. `model`
         has the chunks of this rank, each with its `calls` (`GPTModel`)."""
         units = self._buffers.units
-        number_of: dict[Any, int] = {p: number for number in units for p in units[number].params}
+        name_of: dict[Any, UnitName] = {p: name for name in units for p in units[name].params}
         if not self._buffers.frees_weights:
             super().wait_in_forward(model)
         chunk: Any
         for chunk in model.children():
             modules = []
-            numbers = []
+            names = []
             for called in chunk.calls():
-                params = [p for module in called for p in module.parameters() if p in number_of]
+                params = [p for module in called for p in module.parameters() if p in name_of]
                 if params:
                     modules.append(called[0])
-                    numbers.append(tuple(dict.fromkeys(number_of[p] for p in params)))
+                    names.append(tuple(dict.fromkeys(name_of[p] for p in params)))
             last = chunk.output_layer is not None
-            for module, in_numbers in zip(modules, uses(numbers, last), strict=True):
-                use = Use(*(tuple(units[number] for number in each) for each in in_numbers))
+            for module, in_names in zip(modules, uses(names, last), strict=True):
+                use = Use(*(tuple(units[name] for name in each) for each in in_names))
                 if self._buffers.frees_weights:
                     module.register_forward_pre_hook(partial(self._before_forward_of, use))
                 module.register_forward_hook(partial(self._after_forward_of, use))

@@ -18,17 +18,18 @@ DEFAULT_ELEMENTS = 40_000_000
 
 Owners = tuple[tuple[int, int], ...]
 
-EMBEDDING, HEAD = 0, 1 << 30  # units beside those of layers
-DEPTHS = HEAD + 1  # the first module of multi-token prediction
+UnitName = tuple[str, int]  # what has layers, and which of them
+
+DECODER = "decoder"
+EMBEDDING, HEAD = ("embedding", 0), ("head", 0)  # units beside those of layers
 
 
-def unit_of(name: str) -> int:
+def unit_of(name: str) -> UnitName:
     """The unit of a parameter, whose weights are gathered and whose gradients are reduced together:
-    the embedding (a tied output layer has its weight), a layer, final norm and output layer, or a
-    module of multi-token prediction."""
-    for prefix, first in (("decoder.layers.", 1), ("mtp.layers.", DEPTHS)):
-        if name.startswith(prefix):
-            return first + int(name.removeprefix(prefix).partition(".")[0])
+    the embedding (a tied output layer has its weight), a layer, or final norm and output layer."""
+    container, layers, inside = name.partition(".layers.")
+    if layers:
+        return container, int(inside.partition(".")[0])
     return EMBEDDING if name.startswith("embedding.") else HEAD
 
 
@@ -165,7 +166,7 @@ def lay_out(
     partition: Partition | None = None,
     experts: Sequence[bool] = (),
     expert_shards: int = 1,
-    units: Sequence[int] = (),
+    units: Sequence[UnitName] = (),
 ) -> Layout:
     """Buckets of parameters in reverse order. Backward runs from the last layer to the first, so
     the gradients of the first bucket are complete first: their sum overlaps the rest of backward.
@@ -175,8 +176,8 @@ def lay_out(
     ranges of a bucket: a range cut out of a tensor is then updated bit for bit as in the whole
     tensor, whose vectors begin at the same elements. Parameters with `partial` axes come last,
     those of equal axes together, and share no bucket with others; after them come those that
-    `experts` marks, which `expert_shards` ranks share. `units` has a number for each parameter, of
-    its layer say: parameters of two units share no bucket.
+    `experts` marks, which `expert_shards` ranks share. `units` has that of each
+    parameter: parameters of two units share no bucket.
 
     With a `partition` the parameters are walked in its order, and those that it assigns have
     buckets of their own. What one rank owns must be one range, so in a bucket they lie in the order

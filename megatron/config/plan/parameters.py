@@ -14,12 +14,14 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megatron.config.model import ModelConfig
+from megatron.config.plan.buckets import DECODER, EMBEDDING, HEAD, UnitName
 from megatron.config.plan.parameter_spec import LAYER_PREFIX as LAYER_PREFIX
 from megatron.config.plan.parameter_spec import Draw, ParameterSpec, Scheme, drawn, norm
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-MTP_PREFIX = "mtp.layers."
+MTP = "mtp"
+MTP_PREFIX = f"{MTP}.layers."
 
 
 def megatron_scheme(model: ModelConfig) -> Scheme:
@@ -119,6 +121,17 @@ class Chunk(NamedTuple):
     first: bool
     final: bool
     last: bool
+
+    def calls(self, tied: bool, depths: int) -> list[tuple[UnitName, ...]]:
+        """The units of each module that it calls in training, in order; a tied output layer is of
+        the embedding's. Modules of multi-token prediction (`depths`) embed later tokens."""
+        predicted = [((MTP, depth), EMBEDDING) for depth in range(depths)]
+        return [
+            *[(EMBEDDING,)] * self.first,
+            *(((DECODER, layer),) for layer in self.layers),
+            *[(HEAD,), *predicted] * self.final,
+            *[(EMBEDDING if tied else HEAD,)] * self.last,
+        ]
 
 
 def stage_table(table: Iterable[ParameterSpec], *chunks: Chunk) -> list[ParameterSpec]:

@@ -397,11 +397,11 @@ def shares_units(config: Config, plan: Plan) -> bool:
 
 def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
     """A micro-batch through each chunk of a stage whose ranks share gradients."""
-    from megatron.config.plan.units import Passes, Sharing, calls, uses
+    from megatron.config.plan.units import Passes, Sharing, uses
 
     layout = flat_layout(config, plan, stage)
     names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
-    sizes: Counter[int] = Counter()
+    sizes: Counter[buckets.UnitName] = Counter()
     for bucket in layout.buckets:
         if bucket.shards > 1:
             sizes[buckets.unit_of(names[bucket.members[0]])] += bucket.stop - bucket.start
@@ -412,7 +412,7 @@ def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
     chunks = plan.layers_per_stage[stage]
     depths = len(config.model.mtp_layers)
     by_chunk = [
-        uses(calls(chunk, config.model.tied, depths), chunk.last) for chunk in plan.chunks(stage)
+        uses(chunk.calls(config.model.tied, depths), chunk.last) for chunk in plan.chunks(stage)
     ]
     carried = max((each[0].units[0] for each in by_chunk if each), key=lambda unit: sizes[unit])
     return [

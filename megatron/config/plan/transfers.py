@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron.config.muon import at_a_time
-from megatron.config.plan.buckets import unit_of
+from megatron.config.plan.buckets import UnitName, unit_of
 from megatron.config.plan.costs import MicroBatchSizes
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.parameters import Chunk
@@ -192,7 +192,7 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     p = config.precision
     sent = []
     by_unit = shares_units(config, plan)
-    often, gathers = _of_units(config, plan, stage) if by_unit else (1, Counter[int]())
+    often, gathers = _of_units(config, plan, stage) if by_unit else (1, Counter[UnitName]())
     names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
     for bucket in flat_layout(config, plan, stage).buckets:
         elements = bucket.stop - bucket.start
@@ -222,11 +222,11 @@ def gradients(config: Config, plan: Plan, stage: int) -> list[Transfer]:
     return sent
 
 
-def _of_units(config: Config, plan: Plan, stage: int) -> tuple[int, Counter[int]]:
+def _of_units(config: Config, plan: Plan, stage: int) -> tuple[int, Counter[UnitName]]:
     """How often a step reduces each unit, and how often it gathers which; nothing where they are
     gathered once, after the update."""
     micro_batches = plan.num_microbatches(plan.train_iters)
-    gathers: Counter[int] = Counter()
+    gathers: Counter[UnitName] = Counter()
     for each in passes(config, plan, stage):
         gathers += each.gathers
     return micro_batches, Counter({u: n * micro_batches for u, n in gathers.items()})

@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from megatron.config.plan.buckets import DEPTHS, EMBEDDING, HEAD
-from megatron.config.plan.parameters import Chunk
+from megatron.config.plan.buckets import DECODER, EMBEDDING, HEAD, UnitName
 
 Unit = TypeVar("Unit")
 
@@ -32,20 +31,9 @@ class Use(NamedTuple, Generic[Unit]):
     frees: tuple[Unit, ...]
 
 
-def calls(chunk: Chunk, tied: bool, depths: int) -> list[tuple[int, ...]]:
-    """The units of each module that a chunk calls in training, in order; a tied output layer is of
-    the embedding's. Modules of multi-token prediction (`depths`) embed later tokens."""
-    predicted = [(HEAD,), *((DEPTHS + depth, EMBEDDING) for depth in range(depths))]
-    return [
-        *[(EMBEDDING,)] * chunk.first,
-        *((1 + layer,) for layer in chunk.layers),
-        *predicted * chunk.final,
-        *[(EMBEDDING if tied else HEAD,)] * chunk.last,
-    ]
-
-
-def uses(calls: Sequence[tuple[int, ...]], last: bool) -> list[Use[int]]:
-    """Of each of a chunk's `calls`, of which the `last` chunk ends with the output layer."""
+def uses(calls: Sequence[tuple[UnitName, ...]], last: bool) -> list[Use[UnitName]]:
+    """Of each of a chunk's `calls` (`Chunk.calls`), of which the `last` chunk ends with the output
+    layer."""
     end = len(calls) - 1
     before_output = calls[:end] if last else calls
     norm = before_output.index((HEAD,)) if (HEAD,) in before_output else len(calls)
@@ -62,7 +50,7 @@ def uses(calls: Sequence[tuple[int, ...]], last: bool) -> list[Use[int]]:
         before = again[number - 1] if 0 < number <= kept else ()
         keeps = tuple(unit for unit in units if unit in after)
         closes = tuple(unit for unit in units if all(unit not in each for each in calls[:number]))
-        frees: Collection[int] = ()
+        frees: Collection[UnitName] = ()
         if last and number == norm:
             frees = set(again[end]).difference(*again[: number + 1])
         result.append(
@@ -74,7 +62,7 @@ def uses(calls: Sequence[tuple[int, ...]], last: bool) -> list[Use[int]]:
                 before,
                 keeps + again[number] if number >= kept else keeps,
                 closes,
-                tuple(frees),
+                tuple(sorted(frees)),
             )
         )
     return result
@@ -101,29 +89,29 @@ class Passes:
 
     def __init__(
         self,
-        uses: Sequence[Use[int]],
-        sizes: Mapping[int, int],
+        uses: Sequence[Use[UnitName]],
+        sizes: Mapping[UnitName, int],
         itemsizes: tuple[int, int],
         sharing: Sharing,
         runs: Sequence[int] = (),
-        carried: int | None = None,
+        carried: UnitName | None = None,
     ):
-        self.gathers: Counter[int] = Counter()
+        self.gathers: Counter[UnitName] = Counter()
         self.peak = (0, 0)
         self._sizes = sizes
         self._itemsizes = itemsizes
         self._sharing = sharing
-        self._weights: set[int] = set()
+        self._weights: set[UnitName] = set()
         self._grads = set() if carried is None or not sharing.reduces_ahead else {carried}
         for use in uses:
             self._need(use.units, use.ahead)
             self._weights -= {unit for unit in use.units if unit not in use.keeps}
-        run_of: dict[int, Sequence[int]] = {}
-        layers = [use.units[0] for use in uses if EMBEDDING < use.units[0] < HEAD]
+        run_of: dict[UnitName, Sequence[UnitName]] = {}
+        layers = [use.units[0] for use in uses if use.units[0][0] == DECODER]
         for run in runs:
             run_of |= dict.fromkeys(layers[:run], layers[:run])
             layers = layers[run:]
-        reduced: set[int] = set()
+        reduced: set[UnitName] = set()
         self._grads.clear()
         for use in reversed(uses):
             self._weights.difference_update(use.frees)
@@ -139,7 +127,7 @@ class Passes:
                 if not sharing.reduces_ahead:
                     self._grads.discard(unit)
 
-    def _need(self, units: Sequence[int], following: Sequence[int]) -> None:
+    def _need(self, units: Sequence[UnitName], following: Sequence[UnitName]) -> None:
         if self._sharing.frees:
             for needed in (*units, *(following if self._sharing.gathers_ahead else ())):
                 self.gathers[needed] += needed not in self._weights
