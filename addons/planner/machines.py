@@ -18,7 +18,8 @@ from .fit import fit
 from .step_time import Numbers, Runs, step_seconds
 
 FOLDER = Path(__file__).parent / "machines"
-FACTS = ("tflops", "tflops8", "tflops4", "hbm_bytes", "nvlink_bytes", "sms")
+FACTS = ("tflops", "tflops8", "tflops4", "hbm_bytes", "nvlink_bytes", "sms", "overlap")
+OVERLAP = 8.0  # of a device that computes beside its host; 1: one after the other, as on a CPU
 
 
 class Prior(NamedTuple):
@@ -89,7 +90,7 @@ def load(name: str) -> Machine:
             "[value-not-a-choice]"
         )
     try:
-        facts = tomllib.loads(read_text(path))
+        facts = {"overlap": OVERLAP} | tomllib.loads(read_text(path))
         fitted = json.loads(read_text(FOLDER / "fitted.json"))
         constants = {key: prior.value for key, prior in PRIORS.items()} | fitted["common"]
         constants |= fitted.get(facts.get("like", path.stem), {}) | facts.pop("measured", {})

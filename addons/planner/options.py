@@ -34,6 +34,15 @@ class Options:
     plot: str | None = arg(
         None, metavar="FILE", help="draw where time goes, or predicted over measured (.png, .svg)"
     )
+    calibrate: str | None = arg(
+        None,
+        metavar="FILE",
+        help="metrics file or log of this run on --gpus of --gpu: fit that machine's constants to "
+        "its steps; needs --output",
+    )
+    output: str | None = arg(
+        None, metavar="FILE", help="with --calibrate: the machine file to write (.toml), for --gpu"
+    )
     evaluate: str | None = arg(
         None,
         metavar="FILE",
@@ -41,6 +50,10 @@ class Options:
     )
     leave_out: bool = arg(
         False, help="with --evaluate: also by fits without each source and without random thirds"
+    )
+    known: bool = arg(
+        False,
+        help="with --evaluate: instead, published layouts of tuned runs against --search's best",
     )
     refit: bool = arg(
         False, help="with --evaluate: first fit machines/fitted.json to the table, in a checkout"

@@ -50,6 +50,12 @@ def _evaluate(options: Options, path: str) -> None:
     from . import evaluate
 
     rows, notes = evaluate.read(path)
+    if options.known:
+        from .known import table
+
+        for text in table(rows):
+            print(text, flush=True)
+        return
     if options.refit:
         evaluate.refit(rows)
     lines, found = evaluate.report(rows, options.leave_out)
@@ -106,6 +112,29 @@ def _plan(options: Options, words: list[str], gpus: int) -> None:
         print(f"wrote {options.plot}")
 
 
+def _calibrate(options: Options, words: list[str], gpus: int, path: str) -> None:
+    from .calibrate import calibrate, measured_steps, write
+    from .machines import load
+    from .run_sizes import sizes
+
+    if not (options.output or "").endswith(".toml"):
+        raise ValueError(
+            f"--output {options.output}: --calibrate writes a machine file; give a name that ends "
+            "with .toml [flag-missing]"
+        )
+    machine = load(options.gpu)
+    line = _planned(words, gpus)
+    plan = make_plan(line.config, gpus, planned_vocabulary(line.config.data)[0])
+    found = calibrate(machine, sizes(line.config, plan, machine), measured_steps(path))
+    for batch, count, measured, before, after in found.steps:
+        print(
+            f"batch {batch}: {measured:.4g} s measured (median of {count}), {after:.4g} s after "
+            f"calibration ({after / measured - 1:+.1%}), {before:.4g} s before"
+        )
+    write(options.output or "", machine, found, path)
+    print(f"wrote {options.output}")
+
+
 def _search(options: Options, words: list[str], gpus: int) -> None:
     from .machines import load
     from .search import search, why_slower
@@ -154,7 +183,10 @@ def main(argv: Sequence[str]) -> int:
             missing = "--gpus is missing: number of GPUs of the run [flag-missing]"
             print(error_lines([*unknown, missing]), end="", file=sys.stderr)
             return 2
-        (_search if options.search else _plan)(options, words, options.gpus)
+        if options.calibrate is not None:
+            _calibrate(options, words, options.gpus, options.calibrate)
+        else:
+            (_search if options.search else _plan)(options, words, options.gpus)
     except (ValueError, OSError) as error:
         complain(error)
         return 2

@@ -281,7 +281,7 @@ def _host(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
     stall = r.stall * r.tp * (parallel & (np.asarray(r.pp) > 1))
     stall = stall * np.where(np.asarray(r.tp) > r.node, 2, 1)
     launched = m["host"] * r.host * more * (1 + r.again / 3) + stall
-    return overlapped(busy, launched * r.of_stage, 2 * POWER) - busy
+    return overlapped(busy, launched * r.of_stage, m["overlap"]) - busy
 
 
 def _pipe(m: Mapping[str, Numbers], r: Runs) -> Numbers:

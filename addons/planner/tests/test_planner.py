@@ -228,6 +228,66 @@ def test_the_advice_shuns_runs_that_may_be_full():
     assert slower[0] > 2 and slower[1] == pytest.approx(1, abs=0.01)
 
 
+def metrics_file(tmp_path: Path, batches: list[int], milliseconds) -> str:
+    """What a run writes, 10 steps of each batch size; the first two are slow."""
+    lines = []
+    for number in range(10 * len(batches)):
+        batch = batches[number // 10]
+        row = {"iteration": number + 1, "lm_loss": 4.6, "grad_norm": 1, "learning_rate": 1e-4}
+        row |= {"consumed_samples": 1, "consumed_tokens": 1, "global_batch_size": batch}
+        row |= {"elapsed_ms": milliseconds(batch) * (5 if number < 2 else 1)}
+        lines.append(json.dumps(row | {"skipped": 0, "skip_reason": None}))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_a_runs_log_calibrates_a_machine_for_other_runs(plan, tmp_path):
+    """Of a machine 1.7 times as slow as its file says: what the run's own steps and another model
+    take is known afterwards."""
+    argv = words(H200["GPT-2 124M"][0], 4)
+    line, _ = planned(argv, 1)
+    other, _ = planned(words(H200["Llama 1B"][0], 2), 1)
+    truth = 1.7 * seconds(run_of(line))
+    log = metrics_file(tmp_path, [128], lambda batch: 1000 * truth)
+    machine = tmp_path / "mine.toml"
+    assert seconds(run_of(other)) != pytest.approx(1.7 * seconds(run_of(other)), rel=0.05)
+    code, out, err = plan(
+        *argv, *"--gpus 1 --gpu h200 --calibrate".split(), log, "--output", machine
+    )
+    assert code == 0, err
+    assert numbers(out.splitlines()[0])[1] == pytest.approx(truth, rel=0.01)
+    assert seconds(run_of(line), str(machine)) == pytest.approx(truth, rel=0.01)
+    expected = 1.7 * seconds(run_of(other))
+    assert seconds(run_of(other), str(machine)) == pytest.approx(expected, rel=0.03)
+
+
+def test_two_batch_sizes_tell_a_steps_fixed_part_apart(plan, tmp_path):
+    """Of which the file knows nothing: 2 ms a sample and 0.2 s a step."""
+    argv = words(H200["GPT-2 124M"][0], 4)
+    log = metrics_file(tmp_path, [32, 64, 128], lambda batch: 2 * batch + 200)
+    machine = tmp_path / "mine.toml"
+    code, _, err = plan(*argv, *"--gpus 1 --gpu h200 --calibrate".split(), log, "--output", machine)
+    assert code == 0, err
+    line, _ = planned(argv, 1)
+    assert seconds(run_of(line), str(machine)) == pytest.approx(0.456, rel=0.08)
+    half = replace(run_of(line), batch=32)
+    assert seconds(half, str(machine)) == pytest.approx(0.264, rel=0.08)
+
+
+def test_published_layouts_are_compared_with_the_search(plan, tmp_path):
+    row = nanotron_row((24, 2048, 8192, 1), (2, 1, 4, 1, 1), 1)
+    row |= {"source": "NVIDIA/NeMo", "model": "GPT3", "gbs_seqs": "64", "step_s": "1"}
+    row |= {"experts": "", "precision": "bf16"}
+    table = tmp_path / "points.tsv"
+    table.write_text("\n".join("\t".join(line) for line in (row, row.values())))
+    code, out, err = plan("--evaluate", table, "--known")
+    assert code == 0, err
+    published = next(line for line in out.splitlines() if "GPT3" in line)
+    assert "--tensor-model-parallel-size 2" in published
+    assert numbers(out.splitlines()[-1])[1] == 1
+
+
 def test_no_row_is_corrected_by_itself():
     table = [{"source": "s", "gpu": "H100"} for _ in range(3)]
     found = evaluate.Comparison(table, np.ones(3), np.array([1.0, 1.0, 9.0]))
@@ -314,6 +374,12 @@ def test_days_price_and_lost_time(plan):
         (["--gpus", "1", "--gpu", "z80"], "value-not-a-choice", "--gpu"),
         (["--evaluate", "nowhere.tsv"], "file-not-readable", "nowhere.tsv"),
         (["--gpus", "67", "--search"], "no-layout-fits", "--gpus"),
+        (["--gpus", "1", "--calibrate", "no.jsonl"], "flag-missing", "--output"),
+        (
+            ["--gpus", "1", "--calibrate", "no.jsonl", "--output", "a.toml"],
+            "file-not-readable",
+            "no.jsonl",
+        ),
     ],
 )
 def test_bad_input(plan, argv, code, named):
