@@ -30,6 +30,9 @@ from .dialect import (
     scaling_keys,
 )
 from .links import (
+    DELTA_CONV,
+    DELTA_ROWS,
+    DEPTHS,
     EXPERT_ROWS,
     EXPERTS,
     EXPERTS_GATE_UP,
@@ -164,6 +167,24 @@ TOKEN_HEADS: Names = {
 }
 
 
+def _qwen3_next_names() -> Names:
+    """Layers have attention or a gated delta net; the layer of multi-token prediction has a prefix
+    of its own, and what surrounds it no number."""
+    theirs = "model.layers.{}.linear_attn."
+    heads = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    return {
+        **_moe_names("mlp", shared="shared_expert"),
+        _ATTENTION + "in_proj": ((theirs + "in_proj_qkvz", theirs + "in_proj_ba"), DELTA_ROWS),
+        _ATTENTION + "conv1d": ((theirs + "conv1d",), DELTA_CONV),
+        _ATTENTION + "dt_bias": ((theirs + "dt_bias",), SAME),
+        _ATTENTION + "A_log": ((theirs + "A_log",), SAME),
+        _ATTENTION + "out_norm": ((theirs + "norm",), SAME),
+        _ATTENTION + "out_proj": ((theirs + "out_proj",), SAME),
+        DEPTHS: (("model.layers.{}", DEPTHS), SAME),
+        **{ours: ((f"mtp.{name}",), SAME) for ours, name in zip(TOKEN_HEADS, heads, strict=True)},
+    }
+
+
 def _granite_moe_names() -> Names:
     """All experts of a layer are one tensor, gate first."""
     block = "model.layers.{}.block_sparse_moe."
@@ -294,10 +315,10 @@ def _read_bigcode(keys: Keys) -> Flags:
     return flags | {"group_query_attention": groups != heads, "num_query_groups": groups}
 
 
-def _layer_types(keys: Keys, layers: int) -> list[str]:
-    """layer_types: the kind of attention of each layer, or nothing."""
+def _layer_types(keys: Keys, layers: int, other: str = "sliding_attention") -> list[str]:
+    """layer_types: the kind of attention of each layer, full or the `other`, or nothing."""
     types = keys.take("layer_types", [], list)
-    kinds = ("full_attention", "sliding_attention")
+    kinds = ("full_attention", other)
     if types and (len(types) != layers or any(kind not in kinds for kind in types)):
         keys.refuse(
             "layer_types", types, f"it must name {layers} layers, each {' or '.join(kinds)}"
@@ -411,8 +432,9 @@ def _qwen3_moe_window(keys: Keys, flags: Flags) -> Flags:
     return _window(keys, flags, used, typed=False)
 
 
-def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
-    """Which layers have experts, and how these are selected."""
+def _read_qwen_moe(keys: Keys, flags: Flags, normalized: bool = False) -> Flags:
+    """Which layers have experts, and how these are selected; `normalized`: norm_topk_prob, where it
+    is missing."""
     _ignore_aux_loss(keys)
     step = keys.take("decoder_sparse_step", 1)
     dense = keys.take("mlp_only_layers", [], list)
@@ -426,7 +448,27 @@ def _read_qwen_moe(keys: Keys, flags: Flags) -> Flags:
         keys.refuse("mlp_only_layers", dense, "no layer has experts")
     return flags | {
         "moe_layer_freq": "1" if all(pattern) else str(pattern),
-        "moe_router_pre_softmax": not keys.take("norm_topk_prob", False, bool),
+        "moe_router_pre_softmax": not keys.take("norm_topk_prob", normalized, bool),
+    }
+
+
+def _read_qwen3_next(keys: Keys, flags: Flags) -> Flags:
+    """Every 4th layer (full_attention_interval) has attention where layer_types is missing, the
+    others gated delta nets."""
+    flags = _read_qwen_moe(keys, flags, normalized=True)
+    layers = flags["num_layers"]
+    interval = keys.take("full_attention_interval", 4)
+    types = _layer_types(keys, layers, _LINEAR) or [
+        _LINEAR if (layer + 1) % interval else _FULL for layer in range(layers)
+    ]
+    key_heads, value_heads = flags["linear_num_key_heads"], flags["linear_num_value_heads"]
+    if value_heads % key_heads:
+        keys.refuse("linear_num_value_heads", value_heads, f"no multiple of {key_heads} key heads")
+    if _LINEAR not in types:
+        return {name: flag for name, flag in flags.items() if not name.startswith("linear_")}
+    return flags | {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": str([int(kind == _LINEAR) for kind in types]),
     }
 
 
@@ -742,6 +784,7 @@ def _exaone4_layers(keys: Keys, flags: Flags) -> Flags:
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_LINEAR = "linear_attention"
 _WINDOW_BASE = "rope_parameters.sliding_attention.rope_theta"
 # Bases, where no key has them, and keys of old files: of layers without a window, of those with
 # one (None: they had no key).
@@ -1045,6 +1088,11 @@ def _qwen_moe(m: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _qwen3_next_keys(m: ModelConfig) -> dict[str, Any]:
+    kinds = [_LINEAR if m.is_delta_layer(layer) else _FULL for layer in range(m.num_layers)]
+    return {"layer_types": kinds, **_qwen_moe(m)}
+
+
 def _all_windows(m: ModelConfig) -> dict[str, Any]:
     """That of all layers, or none."""
     return {"use_sliding_window": m.window is not None, "sliding_window": m.window}
@@ -1211,6 +1259,13 @@ _V3 = Dialect(
     last=_read_deepseek_v3,
     written=_deepseek_v3_keys,
 )
+_DELTA_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _NTK_ALPHA = "rope_scaling.alpha"
 _GRANITE_FACTORS = (
     Key("embedding_multiplier", 1.0, ("embedding_multiplier",)),
@@ -1527,6 +1582,37 @@ FAMILIES: Mapping[str, Family] = {
                 renamed={"num_local_experts": "num_experts"},
                 last=lambda keys, flags: _read_qwen_moe(keys, _qwen3_moe_window(keys, flags)),
                 written=lambda m: _all_windows(m) | _qwen_moe(m),
+            ),
+        ),
+        like_llama(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            _qwen3_next_names(),
+            Dialect(
+                flags=_RMS_NORM
+                | {"apply_layernorm_1p": True, "qk_layernorm": True}
+                | {"attention_output_gate": True, "moe_shared_expert_gate": True},
+                keys=(
+                    _ATTENTION_BIAS,
+                    Key("num_experts", 512, ("num_experts",)),
+                    _topk(10),
+                    Key("moe_intermediate_size", 512, _EXPERT_WIDTH),
+                    Key(
+                        "shared_expert_intermediate_size",
+                        512,
+                        ("moe_shared_expert_intermediate_size",),
+                    ),
+                    *(Key(name, usual, (name,)) for name, usual in _DELTA_SIZES.items()),
+                ),
+                fixed={
+                    "sliding_window": (None, _NOT_READ),
+                    "use_sliding_window": (False, _NOT_READ),
+                },
+                kv_heads=2,
+                head_dim=256,
+                partial=0.25,
+                last=_read_qwen3_next,
+                written=_qwen3_next_keys,
             ),
         ),
         like_llama(

@@ -38,7 +38,7 @@ from .hf_files import (
     side_files,
     write_folder,
 )
-from .links import ConversionError, Header, Link, check, links_of
+from .links import DEPTHS, ConversionError, Header, Link, check, links_of
 from .native import NativeCheckpoint, write_checkpoint
 from .stores.remote_folder import RemoteFolder
 
@@ -105,6 +105,7 @@ class HFModel(ExitStack):
             "channels per head": (m.head_dim, MOST),
             "hidden channels": (m.hidden_size, MOST),
             "MLP channels": (max(m.ffn, m.expert_ffn), MOST),
+            "heads, channels or taps of gated delta nets": (max(m.delta_sizes or [0]), MOST),
         }
         for subject, (size, most) in sizes.items():
             if size > most:
@@ -159,8 +160,12 @@ class HFModel(ExitStack):
         if layers and not heads:
             self.notes.append(f"{CONFIG} names heads for later tokens, and the files have none")
         if heads and drop is not True and TOKEN_HEADS.keys() <= self.family.names.keys():
-            self.model = replace(self.model, mtp_num_layers=layers)
-            return self._copies_in_heads()
+            with_heads = replace(self.model, mtp_num_layers=layers or 1)
+            links = links_of(with_heads, self.rows, self.family.names)
+            ours = {name for link in links for name in link.foreign_names}
+            if heads <= ours | copies_in_heads(self.family, with_heads).keys():
+                self.model = with_heads
+                return self._copies_in_heads()
         if heads and drop is False:
             raise ConversionError(
                 f"{self.folder.path}: {min(heads)} and {len(heads) - 1} more are of heads for "
@@ -229,7 +234,7 @@ class HFModel(ExitStack):
 def copies_in_heads(family: Family, model: ModelConfig) -> dict[str, str]:
     """Names of embedding and output matrix in the heads for later tokens, of what they are
     copies."""
-    if not model.mtp_num_layers:
+    if not model.mtp_num_layers or DEPTHS in family.names:
         return {}
     embedding, output = (
         family.names[name][0][0] + ".weight"

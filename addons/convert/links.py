@@ -22,6 +22,7 @@ from megatron.config.plan.parameters import (
     ParameterSpec,
     parameter_table,
 )
+from megatron.model.blocks.gated_delta.facts import GatedDeltaNet
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)(\.transformer_layer)?(\..*)")
 SHOWN = 5  # names of a kind that one error shows
+# In a table of names: the prefix of a decoder's layer, and that of one of multi-token prediction.
+DEPTHS = "mtp.layers.{}"
 Shape = tuple[int, ...]
 Header = tuple["torch.dtype", Shape]
 
@@ -75,6 +78,29 @@ def _join_qkv(foreign: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
     return _cat((queries, *others), 1).flatten(0, 2)
 
 
+def _by_key_head(rows: torch.Tensor, m: ModelConfig) -> torch.Tensor:
+    return rows.unflatten(0, (m.linear_num_key_heads, -1))
+
+
+def _split_delta(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
+    """Rows by key head -> its queries, keys, values and their gates; its betas and decays."""
+    parts = GatedDeltaNet(m).parts
+    both = _by_key_head(rows, m).split((sum(parts[:4]), sum(parts[4:])), 1)
+    return [block.flatten(0, 1) for block in both]
+
+
+def _split_conv(rows: torch.Tensor, m: ModelConfig) -> list[torch.Tensor]:
+    """Channels by key head [c, k] -> all queries, all keys, all values [c, 1, k]."""
+    blocks = _by_key_head(rows, m).split(GatedDeltaNet(m).parts[:3], 1)
+    return [_cat([block.flatten(0, 1) for block in blocks]).unsqueeze(1)]
+
+
+def _join_conv(foreign: Sequence[torch.Tensor], m: ModelConfig) -> torch.Tensor:
+    sizes = [m.linear_num_key_heads * part for part in GatedDeltaNet(m).parts[:3]]
+    blocks = foreign[0].squeeze(1).split(sizes)
+    return _cat([_by_key_head(block, m) for block in blocks], 1).flatten(0, 1)
+
+
 def _matrix_t(x: torch.Tensor) -> torch.Tensor:
     return x.t() if x.dim() == 2 else x
 
@@ -97,6 +123,12 @@ FUSED_QKV_ROWS = Transform(
     lambda x, m: [_cat(_split_qkv(x, m))],
     lambda foreign, m: _join_qkv(foreign[0].split(_heads(m)), m),
 )
+# The rows into a gated delta net, and the channels of its convolution (Qwen3-Next).
+DELTA_ROWS = Transform(
+    _split_delta,
+    lambda foreign, m: _cat([_by_key_head(x, m) for x in foreign], 1).flatten(0, 1),
+)
+DELTA_CONV = Transform(_split_conv, _join_conv)
 GATE_UP = Transform(lambda x, m: list(x.unbind(0)), lambda foreign, m: _stack(foreign))
 # Gate and up matrix one behind the other as rows of one matrix.
 FUSED_GATE_UP = Transform(
@@ -163,17 +195,23 @@ def links_of(model: ModelConfig, vocab_size: int, names: Names) -> list[Link]:
         stem, kind = spec.name.rsplit(".", 1)
         layer = _LAYER.fullmatch(stem)
         place, number = stem, 0
+        decoders = of_heads = ""  # prefixes
         if layer:
-            # a layer of multi-token prediction has the names of the decoder's, counted on
+            # a layer of multi-token prediction has the names of the decoder's, counted on, or a
+            # prefix of its own
             of_depth = layer[1] != LAYER_PREFIX
-            number = int(layer[2]) + (model.num_layers if of_depth else 0)
+            number = int(layer[2])
+            if of_depth and DEPTHS in names:
+                decoders, of_heads = names[DEPTHS][0]
+            elif of_depth:
+                number += model.num_layers
             place = f"{LAYER_PREFIX if layer[3] else layer[1]}{{}}{layer[4]}"
         whole = names.get(f"{place}.{kind}")
         entry = whole or names.get(place)
-        if entry is None:
+        if entry is None or (number and of_heads and "{}" not in entry[0][0]):
             raise ConversionError(f"{spec.name}: that format has no place for it")
         templates = [
-            template.replace("{expert}", str(expert))
+            template.replace("{expert}", str(expert)).replace(decoders, of_heads)
             for expert in (range(spec.shape[0]) if "{expert}" in entry[0][0] else (0,))
             for template in entry[0]
         ]

@@ -137,7 +137,7 @@ def _our_states(model: GPTModel, ids: torch.Tensor) -> list[torch.Tensor]:
 def _their_states(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
     try:
         with torch.no_grad():
-            out = model(ids, output_hidden_states=True)
+            out = model(ids, output_hidden_states=True, use_cache=False)
     except Exception as error:  # as in _transformers_model
         raise ConversionError(f"transformers cannot run it ({_reason(error)})") from None
     return [*out.hidden_states, out.logits]

@@ -47,6 +47,13 @@ _QWEN3 = (
     "--kv-channels 128 --seq-length 4096 --max-position-embeddings 40960 --rotary-base 1000000 "
     f"--norm-epsilon 1e-6 --qk-layernorm {_LLAMA}"
 )
+_QWEN3_NEXT = (
+    "--kv-channels 256 --seq-length 4096 --max-position-embeddings 262144 --rotary-base 10000000 "
+    f"--rotary-percent 0.25 --norm-epsilon 1e-6 --apply-layernorm-1p --qk-layernorm {_LLAMA} "
+    "--attention-output-gate --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 4 --num-experts 512 --moe-ffn-hidden-size 512 --moe-router-topk 10 "
+    "--moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate"
+)
 _MISTRAL = f"--seq-length 8192 --max-position-embeddings 32768 {_UNTIED} {_LLAMA}"
 _OLMOE = (
     f"--seq-length 4096 --max-position-embeddings 4096 {_UNTIED} {_LLAMA} "
@@ -131,6 +138,9 @@ MODELS: dict[str, NamedModel] = {
         8,
         (48, 2048, 6144, 32, 4),
         f"{_QWEN3} {_UNTIED} --num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8",
+    ),
+    "qwen3-next-80b-a3b": _model(
+        79_674_391_296, 151936, 32, (48, 2048, 5120, 16, 2), f"{_QWEN3_NEXT} {_UNTIED}"
     ),
     "mistral-7b": _model(
         7_241_732_096, 32000, 2, (32, 4096, 14336, 32, 8), f"{_MISTRAL} --window-size 4095 0"

@@ -35,6 +35,7 @@ class Row:
     refused: keys, and values that make another model of `base`.
     published: by name a config.json and the number of parameters that the model card and
         transformers' own model have, biases of the selection of experts among them.
+    wide: its models are compared in float64: what float32 rounds grows with them, transformers' own.
     flags: those of a tiny model, where transformers has the family as remote code alone. like: the
         family as which it computes the same.
     """
@@ -47,10 +48,11 @@ class Row:
     refused: Sequence[tuple[str, Any]] = ()
     published: Mapping[str, tuple[Config, int]] = field(default_factory=dict)
     like: str = ""
+    wide: bool = False
     flags: Config = field(default_factory=dict)
 
 
-FULL, WINDOW = "full_attention", "sliding_attention"
+FULL, WINDOW, LINEAR_KIND = "full_attention", "sliding_attention", "linear_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 LLAMA3 = dict(
@@ -100,6 +102,13 @@ LATENT = dict(
     v_head_dim=16,
     moe_intermediate_size=40,
     topk_group=1,
+)
+DELTA = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=12,
+    linear_value_head_dim=16,
 )
 NO_GROUPS = ("num_key_value_heads",)
 REMOTE_FLAGS = dict(
@@ -303,6 +312,79 @@ ROWS: dict[str, Row] = {
             WINDOWS | {"sliding_window": 2, "mlp_only_layers": [2], "head_dim": 24},
             WINDOWS | {"sliding_window": 40, "norm_topk_prob": True},
         ],
+    ),
+    "qwen3_next": Row(
+        wide=True,
+        sizes=DELTA
+        | dict(num_experts=12, moe_intermediate_size=40, shared_expert_intermediate_size=48),
+        variants={
+            "attention alone": dict(
+                layer_types=[FULL] * 4, num_experts=6, num_experts_per_tok=2, norm_topk_prob=False
+            ),
+        },
+        base=dict(num_experts=8, num_experts_per_tok=3),
+        corners=[
+            {},
+            dict(rms_norm_eps=1e-3, linear_num_key_heads=1, full_attention_interval=2),
+            dict(linear_num_value_heads=2, linear_key_head_dim=24, linear_value_head_dim=8),
+            dict(linear_num_key_heads=3, linear_num_value_heads=9, linear_key_head_dim=6),
+            dict(layer_types=[LINEAR_KIND] * 4, linear_value_head_dim=20, use_cache=False),
+            dict(tie_word_embeddings=True, linear_conv_kernel_dim=2, num_key_value_heads=1),
+            dict(norm_topk_prob=False, decoder_sparse_step=2, attention_bias=True),
+            dict(mlp_only_layers=[0, 3], num_experts_per_tok=1, linear_conv_kernel_dim=1),
+            dict(norm_topk_prob=False, num_experts_per_tok=1, num_hidden_layers=5),
+            dict(layer_types=[FULL, LINEAR_KIND, LINEAR_KIND, FULL], head_dim=24, hidden_size=48),
+            dict(rope_parameters=YARN | {"partial_rotary_factor": 0.5}, num_key_value_heads=4),
+            dict(rope_parameters=LINEAR | {"partial_rotary_factor": 1.0}, num_experts_per_tok=8),
+            dict(
+                rope_parameters=LLAMA3 | {"partial_rotary_factor": 0.25},
+                num_hidden_layers=3,
+                full_attention_interval=3,
+            ),
+        ],
+        refused=[
+            ("linear_num_value_heads", 3),
+            ("layer_types", [WINDOW, FULL, FULL, FULL]),
+            ("num_experts", 0),
+            ("shared_expert_intermediate_size", 0),
+            ("use_sliding_window", True),
+            ("linear_conv_bias", True),
+        ],
+        published={
+            "Qwen3-Next-80B-A3B": (
+                dict(
+                    model_type="qwen3_next",
+                    decoder_sparse_step=1,
+                    full_attention_interval=4,
+                    head_dim=256,
+                    hidden_size=2048,
+                    intermediate_size=5120,
+                    linear_conv_kernel_dim=4,
+                    linear_key_head_dim=128,
+                    linear_num_key_heads=16,
+                    linear_num_value_heads=32,
+                    linear_value_head_dim=128,
+                    max_position_embeddings=262144,
+                    mlp_only_layers=[],
+                    moe_intermediate_size=512,
+                    norm_topk_prob=True,
+                    num_attention_heads=16,
+                    num_experts=512,
+                    num_experts_per_tok=10,
+                    num_hidden_layers=48,
+                    num_key_value_heads=2,
+                    partial_rotary_factor=0.25,
+                    rope_scaling=None,
+                    rope_theta=10000000,
+                    router_aux_loss_coef=0.001,
+                    shared_expert_intermediate_size=512,
+                    tie_word_embeddings=False,
+                    use_sliding_window=False,
+                    vocab_size=151936,
+                ),
+                79_674_391_296,
+            )
+        },
     ),
     "granite": Row(sizes=GRANITE),
     "granitemoe": Row(

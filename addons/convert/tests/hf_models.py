@@ -3,12 +3,16 @@ ranks would."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -126,6 +130,31 @@ def make(transformers, name: str, folder: Path):
             p += 0.1 * torch.randn(p.shape, generator=generator)
     model.save_pretrained(folder)
     return model
+
+
+class _Wide:
+    """torch, in which float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def as_compared(name: str, ours, theirs) -> Iterator[tuple[Any, Any]]:
+    """Both models as they are compared: in float32, or copies in float64 where a row is `wide`. There
+    transformers' code, too, computes in float64 what it computes in float32 otherwise."""
+    if not ROWS.get(name, Row()).wide:
+        yield ours, theirs
+        return
+    theirs = copy.deepcopy(theirs).double()
+    theirs.set_experts_implementation("eager")  # the only one with float64
+    with (
+        patch.object(sys.modules[type(theirs).__module__], "torch", _Wide()),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield ours.double(), theirs
 
 
 def selection_biases(model) -> list[torch.Tensor]:

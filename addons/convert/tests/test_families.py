@@ -19,11 +19,13 @@ from megatron.addons.convert.tests.hf_models import (
     POSITIONS,
     REMOTE,
     VOCAB,
+    as_compared,
     config_of,
     make,
     rewrite_on_ranks,
     same_model,
 )
+from megatron.config.model import ModelConfig
 from megatron.inference.load_model import TrainedModel, open_trained_model
 
 transformers = pytest.importorskip("transformers")
@@ -65,17 +67,19 @@ def by_file(theirs: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.load_file(folder / "model.safetensors")
 
 
-def gradients(trained: TrainedModel, theirs: torch.nn.Module, family: str, folder: Path) -> float:
+def gradients(
+    ours: torch.nn.Module, model: ModelConfig, theirs: torch.nn.Module, family: str, folder: Path
+) -> float:
     """The largest difference of their gradients, relative to each tensor's largest one, after
     carrying ours to their names. Writes `folder`."""
     labels = IDS.roll(1, 1)
-    ours = trained.model.requires_grad_(True)
+    ours.requires_grad_(True)
     ours(IDS, labels=labels).mean().backward()
     cross_entropy(theirs(IDS).logits.flatten(0, 1), labels.flatten()).backward()
     mine = {name: p.grad for name, p in ours.named_parameters()}
     found = by_file(theirs, folder)
     worst = 0.0
-    for link in links_of(trained.config.model, VOCAB, FAMILIES[family].names):
+    for link in links_of(model, VOCAB, FAMILIES[family].names):
         grad = mine.pop(link.native_name)
         if link.native_name.endswith("router.expert_bias"):
             assert grad is None
@@ -104,20 +108,21 @@ def test_a_family_is_the_model_of_transformers(name, tmp_path):
     model = make(transformers, name, tmp_path / "hf")
     hf_import(tmp_path / "hf", tmp_path / "ours", tokenizer=False)
     ours = opened(tmp_path / "ours")
-    with torch.no_grad():
-        expected = model(IDS).logits
-        logits = (ours.model(IDS) - expected).abs().max().item()
+    with as_compared(family, ours.model, model) as (mine, theirs):
+        with torch.no_grad():
+            expected = theirs(IDS).logits
+            logits = (mine(IDS) - expected).abs().max().item()
+        worst = gradients(mine, ours.config.model, theirs, family, tmp_path / "gradients")
     assert expected.std() > 0.3
     assert logits < LOGITS
-    assert gradients(ours, model, family, tmp_path / "gradients") < GRADIENTS
+    assert worst < GRADIENTS
 
     hf_export(tmp_path / "ours", tmp_path / "back", shard_bytes=SHARD)
     same_model(transformers, model, tmp_path / "back")
     rewrite_on_ranks(tmp_path / "ours", tmp_path / "ranks", tp=2, pp=2)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            opened(tmp_path / "ranks").model(IDS), expected, rtol=0, atol=LOGITS
-        )
+    with as_compared(family, opened(tmp_path / "ranks").model, model) as (mine, _):
+        with torch.no_grad():
+            torch.testing.assert_close(mine(IDS), expected, rtol=0, atol=LOGITS)
     # This copy does not know where the model came from: all of config.json follows from our flags.
     hf_export(tmp_path / "ranks", tmp_path / "from_ranks", family=family, shard_bytes=SHARD)
     assert len(list((tmp_path / "from_ranks").glob("*.safetensors"))) > 5

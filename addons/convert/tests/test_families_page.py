@@ -14,7 +14,8 @@ PAGE = ROOT / "docs/families.md"
 HEAD = """# Hugging Face families
 
 Families that transformers contains are compared with it in float32: tiny models of so many configurations as the third column says, with weights,
-norms and biases that all matter. Logits differ by less than 1e-5, gradients by less than 1e-4 of each tensor's largest value. The model is
+norms and biases that all matter. Logits differ by less than 1e-5, gradients by less than 1e-4 of each tensor's largest value. Gated delta nets (qwen3_next)
+magnify what float32 rounds, so these are compared in float64, and in float32 are as near to that as transformers' own. The model is
 exported, too: all tensors are the same bit for bit, and so are transformers' logits; from the imported checkpoint, and for one configuration
 and each variant from a checkpoint of 4 ranks (tensor parallelism 2, pipeline parallelism 2; with experts 8 ranks, expert parallelism 2).
 For the published models of the last column config.json is read, and the number of parameters is that of transformers' own model.

@@ -55,6 +55,11 @@ CONFIGS = {
         1e6,
         False,
     ),
+    "qwen3-next-80b-a3b": (
+        {"class": "Qwen3NextConfig", "partial_rotary_factor": 0.25},
+        1e7,
+        False,
+    ),
     "mistral-7b": (_LLAMA | {"class": "MistralConfig", "sliding_window": 4096}, 1e4, False),
     "mixtral-8x7b": (_LLAMA | {"class": "MixtralConfig"}, 1e6, False),
     "olmoe-1b-7b": ({"class": "OlmoeConfig"}, 1e4, False),
