@@ -204,6 +204,10 @@ PATTERN = (
     *with_flags(EP_MOE, "--moe-layer-freq", "1", "--num-layers", "6", BLOCKS, "*E|*|-|*E"),
     *("--qk-layernorm", "--attention-output-gate"),
 )
+DELTA_PATTERN = (
+    *with_flags((*GATES, *DOCUMENTS), "--num-layers", "5", BLOCKS, "G-|*G-"),
+    *DELTA[4:],
+)
 DEEP_EP_MOE = (*with_flags(EP_MOE, "--moe-layer-freq", "1"), "--num-layers", "4")
 GLOBAL_MOE = (
     *with_flags(DEEP_MOE, "--moe-aux-loss-coeff", "0.05", "0.1", "0.02"),
@@ -386,12 +390,7 @@ CAMPAIGN = {
     ),
     "tp2 sp, output gates, Muon": muon(GATES, 2, (TP, "2", SP)),
     "pp2, a pattern of blocks, gated delta nets, masked documents": Case(
-        (
-            *with_flags((*GATES, *DOCUMENTS), "--num-layers", "5", BLOCKS, "G-|*G-"),
-            *DELTA[4:],
-        ),
-        2,
-        (PP, "2"),
+        DELTA_PATTERN, 2, (PP, "2")
     ),
     "cp4, windows, masked documents": Case((*UNTIED, *WINDOW), 4, (CP, "4")),
     "pp3, windows": Case(WINDOWS, 3, (PP, "3")),

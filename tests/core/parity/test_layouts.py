@@ -25,6 +25,7 @@ from tests.core.parity.layouts import (
     CP,
     DEEP,
     DELTA_MOE,
+    DELTA_PATTERN,
     DISTRIBUTED,
     DOCUMENTS,
     DROPOUT,
@@ -502,6 +503,7 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             "2 ranks (pipeline 2)",
             ((1, ()), (2, (TP, "2", SP)), (2, (CP, "2", *DISTRIBUTED))),
         ),
+        (DELTA_PATTERN, (TP, "2", SP), "2 ranks (tensor 2)", ((2, (PP, "2")),)),
     ],
     ids=[
         "windows",
@@ -515,6 +517,7 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
         "latent attention",
         "gated delta nets",
         "multi-token prediction",
+        "a pattern of blocks",
     ],
 )
 def test_a_run_saved_in_one_layout_resumes_in_another(
