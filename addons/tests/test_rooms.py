@@ -26,6 +26,7 @@ USED = {
     "datasets": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
+    "loss_weights": "--data-loss-weights 2",
     "megatron_api": "",
     "megatron_cli": "--log-format aurora",
     "object_storage": "",

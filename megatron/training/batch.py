@@ -40,7 +40,8 @@ class Batch:
     data are counted, say which each token is of: [b, 1], of packed samples [1, s/cp].
     `token_metrics`: what the model is to tell of each token besides its loss, where the step counts
     it. `router_step`: with experts, what routers exchange with the step. `depths`: what multi-token
-    prediction reads and tells, in training."""
+    prediction reads and tells, in training. `counted`: where a feature weighs tokens, and
+    `loss_mask` has its weights, the mask without them, which the step's counters get."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -53,6 +54,7 @@ class Batch:
     token_metrics: TokenMetrics | None = None
     router_step: RouterStep | None = None
     depths: Depths | None = None
+    counted: torch.Tensor | None = None
 
     @property
     def extras(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron.model.gpt import GPTModel
     from megatron.parallel.fp8 import DelayedScaling
     from megatron.parallel.pipeline import Pipeline
+    from megatron.training.batch import Batch
     from megatron.training.cuda_graph import MicroBatchGraphs
     from megatron.training.step_counter import StepCounter
 
@@ -110,6 +111,8 @@ class Run:
     # asked before each update, with the iteration, its loss and its gradient norm, which are those
     # of all ranks
     before_update: list[Callable[[int, float, float], Veto | None]] = field(default_factory=list)
+    # of a feature: the micro-batch with weights of its tokens in `loss_mask`, in training
+    weigh: Callable[[Batch], Batch] = lambda batch: batch
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     kernels: dict[str, str] = field(default_factory=dict)  # what computes each operation

@@ -87,7 +87,7 @@ def train_step(
 
     # The update, unless the loss says that there must be none. Its factor turns gradients per
     # nominal token into gradients per true token.
-    tokens = max(1.0, totals.tokens)
+    tokens = totals.tokens or 1.0
     loss = totals.loss / tokens
     _check_loss(run, iteration, loss, local_loss)
     update, veto = _update(run, iteration, loss, _nominal_tokens(run, iteration) / tokens)
@@ -267,6 +267,8 @@ class MicroBatches:
     ) -> Batch:
         run = self.run
         batch = make_batch(samples, run.rules, run.runtime.device, seeds, self.depth_scales)
+        if backward_scale is not None:
+            batch = run.weigh(batch)
         if names := self._token_metrics():
             batch = replace(batch, token_metrics=TokenMetrics(names))
         if not run.config.model.num_experts:
@@ -298,8 +300,9 @@ class MicroBatches:
             metrics |= depths.metrics(batch.depths)
         if metrics:
             self.sums.add_metrics(metrics)
+        counted = batch if batch.counted is None else replace(batch, loss_mask=batch.counted)
         for counter, slots in zip(self.counters, self.sums.counters, strict=True):
-            counter.add(slots, batch)
+            counter.add(slots, counted)
         return loss
 
 

@@ -37,6 +37,7 @@ LATENT = "tests/core/model/test_mla.py"
 DELTA = "tests/core/model/test_gated_delta.py"
 PATTERNS = "tests/core/model/test_pattern.py"
 FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
+LOSS_WEIGHTS = "addons/loss_weights/tests/test_loss_weights.py::test_a_step_by_the_formula"
 FROZEN = (
     "tests/core/training/test_frozen.py"
     "::test_frozen_parts_keep_their_bits_and_others_learn_as_if_all_did"
@@ -958,6 +959,18 @@ BUGS = {
         "partial=('ends',) if model.embeds_again else ()",
         "partial=('ends',) if model.tied else ()",
         f"{DEPTHS}::test_ranks_count_the_tokens_of_all[pp2]",
+    ),
+    "loss weights normalized on each rank": Bug(
+        "addons.loss_weights.hook.weigh_by_source",
+        "mask * table[batch.subset_ids]",
+        "mask * table[batch.subset_ids] / (mask * table[batch.subset_ids]).mean().clamp(min=1e-9)",
+        f"{LOSS_WEIGHTS}[dp2]",
+    ),
+    "tokens of a source counted with its weight": Bug(
+        "megatron.training.step.MicroBatches._add_loss",
+        "batch if batch.counted is None else replace(batch, loss_mask=batch.counted)",
+        "batch",
+        f"{LOSS_WEIGHTS}[one rank]",
     ),
     "weight decay on frozen parameters": Bug(
         "megatron.parallel.flat_buffers.FlatBuffers.__init__",
