@@ -358,6 +358,34 @@ class Upcycle:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtendVocabulary:
+    """extend-vocabulary."""
+
+    source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
+    target: Path = path_of("TARGET", "run directory to create")
+    tokenizer_model: Path = arg(
+        parse=Path,
+        metavar="FOLDER",
+        help="folder with the tokenizer.json of the model's tokenizer and the tokens added to it",
+    )
+    new_rows: Literal["pieces", "mean", "drawn"] = arg(
+        "pieces",
+        help="what embedding and output layer begin with for a new token: pieces: the mean of the "
+        "old tokens that spell it; mean: that of all old tokens; drawn: at random with mean and "
+        "covariance of the old tokens",
+    )
+    ckpt_step: int | None = step_option()
+
+    def run(self) -> Answer:
+        """Do it."""
+        from .vocabulary import extend_vocabulary
+
+        return extend_vocabulary(
+            self.source, self.target, self.tokenizer_model, way=self.new_rows, step=self.ckpt_step
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspect:
     """inspect."""
 
@@ -451,6 +479,11 @@ COMMANDS = {
     ),
     "megatron-export": Command(
         "write a Megatron-LM checkpoint (mp_rank_XX or torch_dist)", MegatronExport, finish
+    ),
+    "extend-vocabulary": Command(
+        "make a run directory with the tokens that a tokenizer adds to the model's own",
+        ExtendVocabulary,
+        finish,
     ),
     "upcycle": Command(
         "make a mixture of experts of a dense checkpoint: each expert is a copy of the MLP or a "

@@ -40,6 +40,7 @@ class Tokenizer(abc.ABC):
     files: tuple[str, ...] = ()
     # pieces that stay text in a text, with their ids, where asked for
     special: Mapping[str, int] = MappingProxyType({})
+    extends: Sequence[str] = ()
 
     @abc.abstractmethod
     def encode(self, text: str) -> Ids:
@@ -105,13 +106,15 @@ class Tokenizer(abc.ABC):
 
     def identity(self) -> dict[str, Any]:
         """Which tokenizer this is: class, settings, files and the sha256 of each; all but the paths
-        decide the ids."""
+        decide the ids. `extends`, where it has any: the fingerprints of tokenizers whose ids it has
+        and that it adds tokens to."""
         digests = [hashlib.sha256(read_bytes(file)).hexdigest() for file in self.files]
         return {
             "class": type(self).__name__,
             **self.settings(),
             "files": list(self.files),
             "sha256": digests,
+            **({"extends": list(self.extends)} if self.extends else {}),
         }
 
 

@@ -270,6 +270,9 @@ def _has_all_bytes(pieces: Sequence[bytes]) -> bool:
     return {piece for piece in pieces if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
 
 
+EXTENDS = "extends.json"  # in the folder of a tokenizer: a list, `Tokenizer.identity`'s
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A Hugging Face tokenizer from a local folder or tokenizer.json, with nothing added before or
     after a text.
@@ -308,6 +311,7 @@ class HuggingFaceTokenizer(Tokenizer):
         )
         self.eod = self.eos
         self.files = (str(path), *config_files)
+        self.extends = _extended(path_inside(path.parent, EXTENDS))
         self._control = {
             token.content: index
             for index, token in engine.get_added_tokens_decoder().items()
@@ -372,6 +376,22 @@ class HuggingFaceTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         """The text of ids, special pieces by name."""
         return self._decode([int(index) for index in ids])
+
+
+def _extended(file: Path) -> list[str]:
+    """What the file says that a tokenizer extends."""
+    if not file.is_file():
+        return []
+    try:
+        fingerprints = read_json(file)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        fingerprints = None
+    if isinstance(fingerprints, list) and all(isinstance(each, str) for each in fingerprints):
+        return fingerprints
+    raise ValueError(
+        f"--tokenizer-model {file}: not a JSON list of fingerprints; remove it, and data of the "
+        "tokenizer before are refused [tokenizer-file-malformed]"
+    )
 
 
 def _special_names(folder: Path) -> tuple[dict[str, str], list[str]]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from megatron import log
 from megatron.checksums import table_sum
 from megatron.data.parts import part_set
 from megatron.small_files import read_json
@@ -23,8 +24,9 @@ def json_path(path_prefix: str) -> str:
 
 
 def vocabulary_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What determines the ids: `Tokenizer.identity` without the paths of its files."""
-    return {key: value for key, value in identity.items() if key != "files"}
+    """What determines the ids: `Tokenizer.identity` without the paths of its files and what it
+    extends."""
+    return {key: value for key, value in identity.items() if key not in ("files", "extends")}
 
 
 def fingerprint(identity: Mapping[str, Any]) -> str:
@@ -111,13 +113,16 @@ def note(path_prefix: str, verify: bool = True) -> dict[str, Any] | None:
 
 def check(path_prefix: str, identity: Mapping[str, Any]) -> None:
     """Raise ValueError if the pair says that another tokenizer made it. Plain numbers
-    (NullTokenizer) fit any other."""
+    (NullTokenizer) fit any other, and of a tokenizer that this one extends all ids do."""
     made_by = maker(path_prefix)
     if (
         made_by is None
         or NULL in (made_by["class"], identity["class"])
         or made_by["fingerprint"] == fingerprint(identity)
     ):
+        return
+    if made_by["fingerprint"] in identity.get("extends", ()):
+        log.detail(f" {path_prefix}: made by a tokenizer that this run's adds tokens to")
         return
     raise ValueError(
         f"--data-path {path_prefix}: was made by {made_by['class']} (fingerprint "

@@ -72,7 +72,8 @@ def _optimizer(kind: Any, config: Config) -> str:
 def vocabulary_problem(load: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The checkpoint was trained with another tokenizer. Both are results of `Tokenizer.identity`;
     an empty one matches any."""
-    differ = {key for key in {**saved, **now} if saved.get(key) != now.get(key)} - {"files"}
+    differ = {key for key in {**saved, **now} if saved.get(key) != now.get(key)}
+    differ -= {"files", "extends"}
     if not saved or not differ:
         return None
     of_files = " with another content" * (saved.get("files") == now.get("files"))
