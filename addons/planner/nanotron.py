@@ -11,9 +11,10 @@ from megatron.config.plan.fit import GIB
 
 from .step_time import Numbers, Runs, parameters
 
-# Bytes, fitted to the sweep. Of a parameter: weights and most of their gradients in bf16, sums in
-# fp32; master weights and Adam's moments; of the embedding, the gradients of its two uses.
-STATE, OPTIMIZER, EMBEDDING = 7.5, 12.4, 2.8
+# Bytes, fitted to the sweep. Of a parameter: weights in bf16 and sums of gradients in fp32; where
+# data are parallel, most of the gradients in bf16; master weights and Adam's moments; of the
+# embedding, the gradients of its two uses.
+STATE, GRADIENT, OPTIMIZER, EMBEDDING = 6, 1.5, 12.4, 2.8
 # Of a token: per hidden element two norms and their inputs, queries, keys and values before and
 # after their rotation, attention; per element of the MLP gate, up, activation and product; 2 % more
 # than these 20 and 8 bytes, as the allocator rounds.
@@ -35,19 +36,11 @@ class Held(NamedTuple):
     kept: Numbers
 
 
-def first_layers(r: Runs) -> Numbers:
-    """Layers of the first stage: a stage takes blocks until it has its share of all products, of
-    which the head is one."""
-    layer = r.hidden * (4 * r.hidden + 3 * r.ffn)
-    share = (r.layers * layer + r.vocab * r.hidden) / r.pp / layer
-    return np.minimum(np.ceil(share - 1e-9), r.layers)
-
-
 def held(r: Runs) -> Held:
     """Of these runs."""
     dense, _, embedding = parameters(r)
     one = np.asarray(r.pp) == 1
-    layers = first_layers(r)
+    layers = r.first_layers
     ends = embedding * np.where(one & ~np.asarray(r.tied, bool), 2, 1)
     own = dense * r.pp * layers / r.layers + ends
     shard = np.where(np.asarray(r.zero) > 0, r.dp, 1)
@@ -56,7 +49,7 @@ def held(r: Runs) -> Held:
     logits = np.where(r.micro_batches > 1, LOGIT + LOGIT_BEFORE, LOGIT) * one
     whole = np.where(np.asarray(r.tp) > 1, r.tokens * r.hidden, 0)
     again = (
-        (STATE + OPTIMIZER / shard) * own
+        (STATE + GRADIENT * (np.asarray(r.dp) > 1) + OPTIMIZER / shard) * own
         + EMBEDDING * ends
         + layer * (alive + LAYERS_OF_BACKWARD)
         + logits * r.tokens * r.vocab / r.tp

@@ -70,7 +70,7 @@ class System:
 
 SYSTEMS = (
     System("llm-foundry", network=25e9, eager=0.8, host=0.5, grad_bytes=2),
-    System("ultrascale", balanced=1, hides=0.4, messages=5, stall=2.5e-3),
+    System("ultrascale", balanced=2, hides=0.4, messages=5, stall=2.5e-3),
     System("InternEvo", network=6.25e9, eager=0.8, host=0.5, grad_bytes=2, messages=9),
     System("fms-fsdp", network=6.25e9, eager=0.6, host=0.3, grad_bytes=2),
     System("KempnerForge", node=4, eager=0.6, host=0.3, grad_bytes=2),
@@ -187,6 +187,9 @@ def _one(row: Mapping[str, str]) -> dict[str, float]:
         network = machine["network_bytes"]
     if match := re.search(r"(\d+) Gb/s", notes):  # of a node
         network = float(match[1]) * 1e9 / 8 / node
+    ep = n("ep", 1)
+    if n("experts") and ep == 1 and _zero(sharing) >= 3:
+        ep = float(np.gcd(int(n("experts")), int(n("dp", 1))))  # not stated: no rank has all
     compiled = "ompile" in notes and "off" not in notes
     return {
         "layers": n("layers"),
@@ -214,7 +217,7 @@ def _one(row: Mapping[str, str]) -> dict[str, float]:
         "pp": n("pp", 1),
         "vpp": n("vpp", 1),
         "cp": n("cp", 1),
-        "ep": n("ep", 1),
+        "ep": ep,
         "dp": n("dp", 1),
         "zero": _zero(sharing),
         "shard": shard,

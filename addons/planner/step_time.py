@@ -66,7 +66,7 @@ class Runs:
     flash: Numbers = 0  # attention by flash-attn 2, not by kernels made for the device
     host: Numbers = 1.0  # time to launch a layer, of the machine's
     hides: Numbers = 0.0  # share of tensor parallelism's messages behind GEMMs
-    balanced: Numbers = 0  # the last stage has so many layers less as its head takes
+    balanced: Numbers = 0  # the last stage has so many layers less as its head takes; 2: by blocks
     messages: Numbers = 1.0  # collectives in which a layer's weights or gradients are shared
     stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, where there are stages, too
     year: Numbers = 2026.5  # of its experts' kernels
@@ -86,7 +86,17 @@ class Runs:
     def of_stage(self) -> Numbers:
         """Layers of the stage that has most."""
         mean = self.layers / self.pp
-        return np.where(np.asarray(self.balanced) > 0, mean, np.ceil(mean))
+        balanced = np.asarray(self.balanced)
+        cut = np.where(balanced == 1, mean, np.ceil(mean))
+        return np.where(balanced == 2, self.first_layers, cut)
+
+    @property
+    def first_layers(self) -> Numbers:
+        """Layers of nanotron's first stage: a stage takes blocks until it has its share of all
+        products, of which the head is one."""
+        layer = self.hidden * (4 * self.hidden + 3 * self.ffn)
+        share = (self.layers + self.vocab * self.hidden / layer) / self.pp
+        return np.minimum(np.ceil(share - 1e-9), self.layers)
 
     @property
     def moe_layers(self) -> Numbers:
@@ -289,7 +299,8 @@ def _pipe(m: Mapping[str, Numbers], r: Runs) -> Numbers:
     leaves = r.tp * r.cp * r.dp >= r.node
     link = np.where(leaves, r.network * m["net"], m["nvlink_bytes"] * m["nvlink"])
     message = r.tokens * r.hidden * 2 / r.tp
-    seconds = 2 * r.vpp * (m["alpha_pipe"] + message / link)
+    # of several chunks' messages all but one hide behind another chunk
+    seconds = 2 * (m["alpha_pipe"] + message / link)
     return np.where(np.asarray(r.pp) > 1, seconds, 0.0)
 
 
@@ -344,7 +355,8 @@ def step_seconds(m: Mapping[str, Numbers], r: Runs) -> dict[str, Numbers]:
     # the last stage has the head, which the others wait for unless it has fewer layers
     stage = busy + host + pipe
     balanced = np.asarray(r.balanced) > 0
-    fair = np.maximum(np.maximum((stage * r.pp + head) / r.pp, head) - stage, 0)
+    spread = np.where(np.asarray(r.balanced) == 1, stage + head / r.pp, stage)
+    fair = np.maximum(np.maximum(spread, head) - stage, 0)
     last = np.where(balanced & (np.asarray(r.pp) > 1), fair, head)
     idle = (r.pp - 1) / r.vpp * (stage + np.where(balanced, last, head / r.pp))
     micro = r.micro_batches

@@ -215,7 +215,7 @@ def test_memory_of_nanotrons_runs(published):
 def test_nanotrons_stages_are_cut_by_products_with_the_head():
     model = (16, 2048, 8192, 1)  # whose head costs as much as 4 layers: 20 / 8 for each of 8 stages
     layers = [
-        nanotron.first_layers(points.runs([nanotron_row(model, (1, pp, 1, 1, 0), 1)]))[0]
+        points.runs([nanotron_row(model, (1, pp, 1, 1, 0), 1)]).first_layers[0]
         for pp in (1, 2, 4, 8)
     ]
     assert layers == [16, 10, 5, 3]
