@@ -119,7 +119,6 @@ LAYOUTS = {
         (*LLAMA, PP, "2"),
         ("--train-only", "decoder.layers.0.*"),
     ),
-    "dp2, ZeRO-1": (2, ZERO1, ATTENTION),
     "dp2, ZeRO-1, bf16": (2, (*ZERO1, "--bf16"), ATTENTION),
     "dp2, ZeRO-2": (2, (*LLAMA, *ZERO2), ATTENTION),
     "dp2, ZeRO-3": (2, (*LLAMA, *ZERO3), ("--train-only", "decoder.layers.1.*", "output_layer*")),
