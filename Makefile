@@ -33,7 +33,7 @@ help:  ## this list
 quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
-test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 6 minutes on 2 slow cores)
+test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 5 minutes on 2 idle cores)
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED)
 
 test-core: $(VENV)/.dev $(VENV)/.files  ## of these what protects the training run (goal: 3 minutes)
@@ -51,7 +51,7 @@ test-portable: $(VENV)/.dev  ## a part of tests/core as if no C++ were built
 test-peers: $(VENV)/.peers $(VENV)/.files  ## what `make test` skips without `make peers`
 	$(PYTEST) $(PARALLEL) $(LIMIT) --require-peers -m "peers and not campaign and not sweep"
 
-test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 20 minutes on 2 slow cores)
+test-ci: $(VENV)/.dev $(VENV)/.files  ## the campaigns in CI size: kills, whole runs (goal: at most 20 minutes on 2 idle cores)
 	$(PYTEST) $(PARALLEL) $(LIMIT) $(REQUIRED) -m "campaign and not sweep"
 
 test-all: $(VENV)/.dev $(VENV)/.files  ## everything, the full sweeps too

@@ -66,7 +66,7 @@ def test_a_peer_trains_the_same_model(bench, tmp_path):
 
 
 @pytest.mark.peers
-@pytest.mark.campaign
+@pytest.mark.sweep
 def test_a_peer_with_latent_attention_trains_the_same_model(bench, tmp_path):
     pytest.importorskip("transformers")
     size = "tiny:layers=1,hidden=32,heads=2,seq=16,micro_batch=2,vocab=64,family=deepseek"

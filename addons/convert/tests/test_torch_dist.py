@@ -69,7 +69,7 @@ def expected(flags) -> torch.Tensor:
         ),
         pytest.param("experts", (2, 2), None, marks=pytest.mark.sweep),
         pytest.param("latent attention", (2, 2), None, marks=pytest.mark.campaign),
-        pytest.param("multi-token prediction, experts", (2, 2), None, marks=pytest.mark.campaign),
+        pytest.param("multi-token prediction, experts", (2, 2), None, marks=pytest.mark.sweep),
         pytest.param("multi-token prediction, tied", (2, 1), None, marks=pytest.mark.sweep),
         pytest.param(
             "latent attention, queries of hidden states", (2, 1), None, marks=pytest.mark.sweep
@@ -228,7 +228,7 @@ def test_a_full_disk_is_one_message(tmp_path, convert):
     ("name", "layout"),
     [
         pytest.param("gpt2", (1, 2), marks=pytest.mark.campaign),
-        pytest.param("experts", (2, 1), marks=pytest.mark.campaign),
+        pytest.param("experts", (2, 1), marks=pytest.mark.sweep),
         pytest.param("multi-token prediction, experts", (2, 1), marks=pytest.mark.campaign),
         pytest.param("llama", (2, 2), marks=pytest.mark.sweep),
         pytest.param("latent attention", (2, 2), marks=pytest.mark.sweep),

@@ -15,7 +15,7 @@ import pytest
 from megatron.addons.megatron_api.check_python import check
 from megatron.addons.megatron_api.tests.public_scripts import PUBLIC
 from tests.forkrun import ROOT
-from tests.runs import NO_DROPOUT, SMALL, with_flags, write_text
+from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
 FLAGS = with_flags(
     [*SMALL, *NO_DROPOUT],
@@ -51,7 +51,7 @@ CAMPAIGN = pytest.mark.campaign
         ("2025", 1),
         pytest.param("2026", 1, marks=CAMPAIGN),
         pytest.param("may 2026", 1, marks=CAMPAIGN),
-        pytest.param("2023", 2, marks=CAMPAIGN),
+        pytest.param("2023", 2, marks=pytest.mark.sweep),
         pytest.param("2026", 2, marks=CAMPAIGN),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_public_script_trains_as_it_is(tmp_path, name, world):
     words += ["--eod-mask-loss"] * (name not in ("2023", "2024"))
     script = tmp_path / "script.py"
     script.write_text(PUBLIC[name])
-    wanted = losses(ROOT / "pretrain_gpt.py", tmp_path, *words, world=world)
+    wanted = [row["lm_loss"] for row in train(tmp_path / "ours", [*FLAGS, *words], world).rows]
     assert len(wanted) == 3
     assert losses(script, tmp_path, *words, world=world) == pytest.approx(wanted, rel=1e-6)
     assert check(PUBLIC[name], script).problems == []
@@ -107,8 +107,17 @@ def test_a_broken_script_is_refused(tmp_path, name):
         assert name == "no Python"
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", BROKEN)
+# One of each moment: as the module is read, as its functions run, as `pretrain` is called.
+OFTEN = (
+    *("a package of its own", "a relative import", "no name in the module", "no argument"),
+    *("an argument of tensor_parallel", "another kind of model", "no call of pretrain"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=CAMPAIGN if name in OFTEN else pytest.mark.sweep) for name in BROKEN],
+)
 def test_a_broken_script_does_not_train(tmp_path, name):
     script = tmp_path / "script.py"
     script.write_text(BROKEN[name])

@@ -146,7 +146,8 @@ QUICK = ("two ranks",)
 
 
 def marked(case: str):
-    mark = pytest.mark.sweep if "three" in case or "leftovers" in case else pytest.mark.campaign
+    rare = ("three", "leftovers", "before a newer", "without exchange")
+    mark = pytest.mark.sweep if any(word in case for word in rare) else pytest.mark.campaign
     return case if case in QUICK else pytest.param(case, marks=mark)
 
 

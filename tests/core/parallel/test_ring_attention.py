@@ -76,7 +76,11 @@ def shapes(world):
 
 
 @pytest.mark.parametrize(
-    "world", [2, 4, *(pytest.param(n, marks=pytest.mark.campaign) for n in (7, 8))]
+    "world",
+    [
+        *(2, 4, pytest.param(7, marks=pytest.mark.campaign)),
+        pytest.param(8, marks=pytest.mark.sweep),
+    ],
 )
 def test_values_and_gradients_of_one_process(world):
     """In float64, both ways of communication, with and without documents that begin and end
@@ -97,7 +101,11 @@ def test_values_and_gradients_of_one_process(world):
 
 
 @pytest.mark.parametrize(
-    "world", [2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4, 8))]
+    "world",
+    [
+        *(2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (3, 4))),
+        pytest.param(8, marks=pytest.mark.sweep),
+    ],
 )
 def test_windows(world):
     """Shorter than a part, ending at and beside the borders of chunks, wider than several chunks;

@@ -728,12 +728,35 @@ def planned(flags: list[str], world: int, rank: int) -> tuple[Counter, int]:
 
 
 QUICK = ("tp2 sp", "pp2", "dp2, distributed optimizer", "cp2")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.campaign) for n in CASES | MORE],
+# What sends the same as others, on more ranks or at once.
+RARE = (
+    *("dp8", "tp4 sp dp2", "tp4 dp1", "dp8, distributed optimizer"),
+    *("tp2 sp, full recompute of 2 layers", "tp2 sp, selective recompute", "cp4", "cp4, windows"),
+    *("experts, tp2 sp pp2", "experts, ep2 tp2 dp2, recomputed", "experts, etp1 tp2 sp dp2"),
+    *("experts, ep2 tp2 sp dp2, recomputed", "experts, ep2 tp2 sp dp4", "dp2, ZeRO-3, untied"),
+    *("tp2 sp dp4, ZeRO-2 in 2 instances", "pp2 dp2, ZeRO-3, full recompute", "tp2 sp, NorMuon"),
+    *("pp2 dp2, ZeRO-3, multi-token prediction, tied", "tp2 dp2, distributed optimizer, Muon"),
+    *("experts, etp2 dp4, distributed optimizer, Muon", "tp2 sp, multi-token prediction"),
+    *("pp3 tp2 sp, multi-token prediction, layout Ett|mm|L", "tp2 sp, gated delta nets"),
+    *(
+        "tp2 sp, latent attention",
+        "cp4 tp2, a2a, one shared query group, largest scores, core again",
+    ),
+    *(
+        "cp2 tp2 sp, a2a, latent attention, latents and core again",
+        "cp2, a2a, full recompute, bf16",
+    ),
 )
+
+
+def mark(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The tier of a case."""
+    if name in RARE:
+        return (pytest.mark.sweep,)
+    return () if name in QUICK else (pytest.mark.campaign,)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in CASES | MORE])
 def test_a_step_sends_what_was_worked_out(name, tmp_path, data):
     check((CASES | MORE)[name], tmp_path / "run", data)
 

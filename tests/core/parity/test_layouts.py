@@ -447,11 +447,12 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             ((1, ()), (4, (CP, "4")), (2, (TP, "2", SP)), (4, (CP, "2", *GATHER))),
             marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             SCORES,
             (TP, "2", SP),
             "2 ranks (tensor 2)",
             ((1, ()), (4, (TP, "4", SP)), (2, (CP, "2", *DISTRIBUTED))),
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             MOE,
@@ -473,17 +474,19 @@ def test_a_resume_in_another_layout_gives_the_same_numbers(data, tmp_path):
             ((4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)), (4, (ETP, "4", TP, "2", SP))),
             marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             GPT_OSS,
             (ETP, "2", EP, "2", *DISTRIBUTED),
             "4 ranks (data 4)",
             ((1, ()), (2, (TP, "2", SP)), (2, (CP, "2")), (2, (PP, "2"))),
+            marks=pytest.mark.sweep,
         ),
-        (
+        pytest.param(
             GEMMA,
             (TP, "2", SP),
             "2 ranks (tensor 2)",
             ((1, ()), (3, (PP, "3")), (2, (CP, "2", *DISTRIBUTED))),
+            marks=pytest.mark.sweep,
         ),
         (
             MLA_MOE,
@@ -557,8 +560,8 @@ def go_on(
     [
         ((PP, "2"), [(1, ()), (2, (TP, "2")), (2, (PP, "2", CHUNKS, "2"))]),
         ((PP, "2", CHUNKS, "2"), [(1, ()), (2, (PP, "2")), (4, (PP, "4"))]),
-        ((TP, "2", SP), [(2, (PP, "2"))]),
-        ((), [(2, (PP, "2", CHUNKS, "2"))]),
+        pytest.param((TP, "2", SP), [(2, (PP, "2"))], marks=pytest.mark.sweep),
+        pytest.param((), [(2, (PP, "2", CHUNKS, "2"))], marks=pytest.mark.sweep),
         (
             (PP, "2", LAYOUT, "E|tt|t|tL"),
             [(1, ()), (2, (PP, "2")), (4, (PP, "4", LAYOUT, "E|(tt|)*2,L"))],
@@ -633,12 +636,12 @@ def test_a_batch_that_grows_in_a_pipeline(data, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        (TP, "2"),
+        pytest.param((TP, "2"), marks=pytest.mark.sweep),
         (TP, "2", SP),
-        (PP, "2"),
+        pytest.param((PP, "2"), marks=pytest.mark.sweep),
         (PP, "2", CHUNKS, "2", *DEEP),
         (CP, "2"),
-        (CP, "2", *GATHER),
+        pytest.param((CP, "2", *GATHER), marks=pytest.mark.sweep),
     ],
     ids="-".join,
 )

@@ -73,10 +73,10 @@ def test_layouts_agree(flags, data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "first", "second"),
     [
-        (BF16, OVERLAP, OVERLAP),
+        pytest.param(BF16, OVERLAP, OVERLAP, marks=pytest.mark.sweep),
         (FP16, OVERLAP, OVERLAP),
         ([*BF16, *UNCLIPPED], [], OVERLAP),
-        ([*BF16, *UNCLIPPED], OVERLAP, []),
+        pytest.param([*BF16, *UNCLIPPED], OVERLAP, [], marks=pytest.mark.sweep),
     ],
 )
 def test_a_resume_is_exact_with_and_without_the_distributed_optimizer(

@@ -69,9 +69,9 @@ def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> t
 
 
 QUICK = pytest.param(GATED[1], id=KINDS[GATED[1]])
-# a third of the others in CI
+# a sixth of the others in CI
 REST = [
-    pytest.param(kind, id=name, marks=pytest.mark.sweep if n % 3 else pytest.mark.campaign)
+    pytest.param(kind, id=name, marks=pytest.mark.sweep if n % 6 else pytest.mark.campaign)
     for n, (kind, name) in enumerate(KINDS.items())
     if kind != GATED[1]
 ]

@@ -186,7 +186,7 @@ CASES = [
         marks=()
         if (model[:6], layout)
         in (("latent", "tp2 sp"), ("groupe", "dp2, distributed optimizer, overlap"))
-        else (pytest.mark.campaign,),
+        else (pytest.mark.sweep if model.startswith("grouped") else pytest.mark.campaign,),
     )
     for model, (_, layouts) in MODELS.items()
     for layout in layouts

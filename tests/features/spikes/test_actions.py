@@ -228,7 +228,7 @@ PLACES = [
         place,
         id=f"{layout}, from {place[2][2:]}",
         marks=[pytest.mark.sweep]
-        if (place == MEMORY) == (layout == "pp2")
+        if (place == MEMORY) == (layout == "pp2") or layout.startswith("tp2")
         else [pytest.mark.campaign],
     )
     for layout, place in itertools.product(LAYOUTS, (MEMORY, DISK))

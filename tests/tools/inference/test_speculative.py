@@ -214,8 +214,16 @@ def weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize(
+    "drafts, dtype",
+    [
+        (1, torch.float32),
+        (2, torch.float64),
+        pytest.param(1, torch.float64, marks=pytest.mark.sweep),
+        pytest.param(2, torch.float32, marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
 def test_a_hundred_prompts(drafts, dtype, capsys):
     def trained() -> GPTModel:
         model = tiny_model(dtype, **FLAGS)

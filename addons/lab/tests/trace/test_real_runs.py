@@ -14,12 +14,10 @@ from tests.runs import train, with_flags, write_text
 
 QUICK = ("tp2", "dp2, distributed optimizer")
 CAMPAIGN = (
-    "tp4 sp, untied, masked documents",
     "dp4, distributed optimizer in 2 instances, overlap",
     "cp2, distributed optimizer, untied, masked documents",
-    "tp2 sp pp2 vpp2 dp2",
+    "pp2 vpp2, untied, masked documents",
     "ep2 tp2 sp dp2, all-to-all, experts",
-    "ep2 tp2 dp2, all-gather, experts",
     "cp2, experts, capacity by position",
 )
 PACKED = {

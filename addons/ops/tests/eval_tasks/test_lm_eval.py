@@ -158,6 +158,7 @@ def test_the_scores_are_those_of_the_export(folder):
         assert found == pytest.approx(numbers(their_answers[task]), rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.sweep  # docs/evaluation.md runs it, too
 def test_the_command(folder, tmp_path):
     words = [sys.executable, str(ROOT / "tools" / "run_lm_eval.py"), str(folder / "run"), "--"]
     words += f"--tasks our_answers --include_path {folder / 'tasks'} --device cpu".split()

@@ -141,7 +141,10 @@ def test_in_training(tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("fault", ["none", "slowed", "flipping", "cut"])
+@pytest.mark.parametrize(
+    "fault",
+    ["none", "slowed", *(pytest.param(x, marks=pytest.mark.sweep) for x in ("flipping", "cut"))],
+)
 def test_one_of_eight_is_named(fault):
     """More runs: python addons/ops/tests/nodes/faulty_ranks.py FAULT RUNS SECONDS."""
     code = {"slowed": "rank-slow", "flipping": "rank-flips", "cut": "rank-cut"}.get(fault)

@@ -85,12 +85,17 @@ CASES = {
 
 
 OFTEN = ("two ranks",)
+RARE = ("selective recompute, document masks", "sgd, clipping off, log of zeros")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.campaign) for case in CASES],
-)
+def mark(case: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The tier of a case."""
+    if case in RARE:
+        return (pytest.mark.sweep,)
+    return () if case in OFTEN else (pytest.mark.campaign,)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=mark(case)) for case in CASES])
 def test_killed_twice_and_resumed(case, tmp_path):
     world, extra = CASES[case]
     part = 10 if case.startswith(("fp16", "sgd")) else 4
