@@ -92,7 +92,6 @@ def arg(  # noqa: PLR0913
     nargs: str | int | None = None,
     extend: bool = False,
     parse: Callable[[str], Any] | None = None,
-    dump: bool = True,
     metavar: str | None = None,
     position: str = "flag",
     minimum: float | None = None,
@@ -112,11 +111,10 @@ def arg(  # noqa: PLR0913
     `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a
     true-by-default bool off (then there is no on-switch); `nargs` is the number of a list's values
     when it is fixed, or "words" for one text that may be typed as several words;
-    `extend` collects repetitions into one tuple; `parse` converts one word (and
-    raises ValueError); `dump` says whether the name stands in the argument dump even at its default
-    (new names stand there only when set); `metavar` stands for its value in help. `position` is
-    "flag", or "positional" (values without a flag), or "after --" (a tuple of all words after
-    `--`); these two are for tools, and `metavar` is their name.
+    `extend` collects repetitions into one tuple; `parse` converts one word (and raises
+    ValueError); `metavar` stands for its value in help. `position` is "flag", or "positional"
+    (values without a flag), or "after --" (a tuple of all words after `--`); these two are for
+    tools, and `metavar` is their name.
 
     A number must be at least `minimum`, more than `above`, at most `maximum`, less than `below`.
     `missing`: training needs it; what to do about that. The checks see to it, so the type is
@@ -136,7 +134,6 @@ def arg(  # noqa: PLR0913
         nargs=nargs,
         extend=extend,
         parse=parse,
-        dump=dump,
         metavar=metavar,
         position=position,
         limits=None if limits == Limits() else limits,
@@ -161,6 +158,12 @@ def _list(needs: Need | list[Need] | None) -> tuple[Need, ...]:
     return (needs,) if needs else ()
 
 
+# What a `Flag` has as `arg` was given it.
+_AS_DECLARED: tuple[str, ...] = ("help", "extend", "nargs", "position", "limits", "needs")
+_AS_DECLARED += ("requires", "excludes")
+_AS_DECLARED += ("no_effect", "trained", "per_run", "missing")
+
+
 @dataclasses.dataclass(frozen=True)
 class Flag:
     """One command-line flag: where it lives, its spellings, its type."""
@@ -177,7 +180,6 @@ class Flag:
     help: str
     extend: bool = False
     nargs: str | int | None = None
-    dump: bool = True
     value_name: str | None = None
     position: str = "flag"
     required: bool = False
@@ -397,29 +399,17 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
     if meta["position"] != "flag":
         spelling = meta["metavar"]
     return Flag(
-        field.name,
-        group,
-        spelling,
-        meta["alias"],
-        kind,
-        meta["parse"] or hint,
-        default,
-        choices,
-        meta["help"],
-        meta["extend"],
-        meta["nargs"],
-        meta["dump"],
-        meta["metavar"],
-        meta["position"],
-        field.default is MISSING,
-        meta["limits"],
-        meta["needs"],
-        meta["requires"],
-        meta["excludes"],
-        meta["no_effect"],
-        meta["trained"],
-        meta["per_run"],
-        meta["missing"],
+        name=field.name,
+        group=group,
+        spelling=spelling,
+        aliases=meta["alias"],
+        kind=kind,
+        type=meta["parse"] or hint,
+        default=default,
+        choices=choices,
+        value_name=meta["metavar"],
+        required=field.default is MISSING,
+        **{name: meta[name] for name in _AS_DECLARED},
     )
 
 

@@ -72,7 +72,6 @@ class Options(SpeculativeOption, ModelOptions):
     batch_size: int = arg(8, minimum=1, help="number of prompts decoded together")
     json: bool = arg(
         False,
-        dump=False,
         help="print a JSON object per prompt: prompt, text, finish_reason, tokens",
     )
     logprobs: int | None = arg(

@@ -22,7 +22,6 @@ class PlannerConfig(Feature):
     estimate_on: str | None = arg(
         None,
         requires="dry_run",
-        dump=False,
         metavar="GPU",
         help="with --dry-run: print the step time estimated for this kind of GPU (h100, a file of "
         "addons/planner/machines); tools/plan.py says where it goes",

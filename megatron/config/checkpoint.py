@@ -21,7 +21,6 @@ class CheckpointConfig:
         needs="save",
         help="where --save holds checkpoints of another history, rename them to "
         "iter_XXXXXXX.other-history, which nothing loads, instead of an error",
-        dump=False,
     )
     save_interval: int | None = arg(
         None,
@@ -40,7 +39,6 @@ class CheckpointConfig:
         minimum=0,
         per_run=True,
         help="load the checkpoint of this iteration instead of the newest",
-        dump=False,
     )
     finetune: bool = arg(
         False, per_run=True, needs="load", help="load only the weights and start from iteration 0"
@@ -75,7 +73,6 @@ class CheckpointConfig:
         help="with --save, --load or --snapshot-dir in an object store (s3://bucket/path): "
         "local directory in which checkpoints are written before upload and to which "
         "they are downloaded; a directory that all ranks share",
-        dump=False,
     )
     async_save: bool = arg(
         False,
@@ -83,21 +80,18 @@ class CheckpointConfig:
         needs="save",
         help="asynchronous checkpointing: a background process writes the checkpoint from a "
         "copy in shared memory, as large as the rank's part of the checkpoint",
-        dump=False,
     )
     keep_last: int | None = arg(
         None,
         minimum=1,
         needs="save",
         help="after each save, remove all but the N newest checkpoints",
-        dump=False,
     )
     keep_every: int | None = arg(
         None,
         minimum=1,
         needs="keep_last",
         help="with --keep-last: never remove checkpoints of iterations that are multiples of N",
-        dump=False,
     )
     snapshot_interval: int | None = arg(
         None,
@@ -105,49 +99,42 @@ class CheckpointConfig:
         needs="save",
         help="iterations between snapshots, of which the last two are kept; a resume loads "
         "the newest snapshot or checkpoint",
-        dump=False,
     )
     snapshot_dir: str | None = arg(
         None,
         needs=Needs("--save or --load", lambda v: v["save"] or v["load"]),
         help="directory or object-store URL (s3://bucket/path) of the two snapshots "
         "(default: SAVE/snapshots)",
-        dump=False,
     )
     non_persistent_ckpt_type: str = arg(
-        "global", choices=("global", "local"), help="local: parts on the nodes' disks", dump=False
+        "global", choices=("global", "local"), help="local: parts on the nodes' disks"
     )
     non_persistent_local_ckpt_dir: str | None = arg(
         None,
         needs=("non_persistent_ckpt_type", "local"),
         help="directory of local copies on each node; %n is its number",
-        dump=False,
     )
     replication: bool = arg(
         False,
         requires=("non_persistent_ckpt_type", "local"),
         help="mirror local copies on other ranks",
-        dump=False,
     )
     replication_jump: int | None = arg(
         None,
         needs=("non_persistent_ckpt_type", "local"),
         minimum=1,
         help="mirrors are this many ranks apart (default: ranks of a node)",
-        dump=False,
     )
     replication_factor: int = arg(
         2,
         needs=("non_persistent_ckpt_type", "local"),
         minimum=1,
         help="ranks that hold a rank's part, with it",
-        dump=False,
     )
     control_file: str | None = arg(
         None,
         help="file read in each iteration: 'save' or 'stop' (save and exit) now, or N or -N:"
         " save or stop at iteration N; reset to 0 when done",
-        dump=False,
     )
 
     def slots_of(self, root: str | Path) -> list[Path]:

@@ -26,34 +26,28 @@ class DataConfig(TokenizerConfig):
     test_data_path: tuple[str, ...] | None = arg(
         None, help="prefix or blend of the test split only"
     )
-    data_args_path: str | None = arg(
-        None, help="text file with the arguments of --data-path", dump=False
-    )
+    data_args_path: str | None = arg(None, help="text file with the arguments of --data-path")
     per_split_data_args_path: str | None = arg(
         None,
         help="JSON file with the keys train, valid, test: the --data-path arguments of each split",
-        dump=False,
     )
-    mock_data: bool = arg(False, help="synthetic data; needs no files", dump=False)
+    mock_data: bool = arg(False, help="synthetic data; needs no files")
     packed_samples: bool = arg(
         False,
         help="packed samples: each micro-batch is one row of micro-batch-size x seq-length "
         "tokens, filled with whole samples; attention, positions and labels do not "
         "cross samples (docs/data.md)",
-        dump=False,
     )
     pack_into_one: bool = arg(
         False,
         needs="packed_samples",
         help="with --packed-samples: attention crosses the samples within each seq-length tokens",
-        dump=False,
     )
     pad_samples: bool = arg(
         False,
         needs="packed_samples",
         help="with --packed-samples: each row has micro-batch-size samples, each truncated "
         "or padded to seq-length",
-        dump=False,
     )
     min_sample_length: int = arg(
         0,
@@ -66,7 +60,6 @@ class DataConfig(TokenizerConfig):
             ),
         ],
         help="with --packed-samples: omit samples of fewer tokens",
-        dump=False,
     )
     dummy_data: str | None = arg(
         None,
@@ -74,7 +67,6 @@ class DataConfig(TokenizerConfig):
         per_run=True,
         requires="packed_samples",
         help="with --packed-samples: generated samples; needs no files",
-        dump=False,
     )
     split: str | None = arg(
         None,
@@ -91,7 +83,6 @@ class DataConfig(TokenizerConfig):
         needs=Needs("data in an object store (--data-path s3://...)", lambda v: _in_a_store(v)),
         help="directory on a disk of each host in which data of an object store (s3://...) are "
         "cached: their indexes, and blocks of their tokens",
-        dump=False,
     )
     object_storage_cache_gib: float = arg(
         100.0,
@@ -99,7 +90,6 @@ class DataConfig(TokenizerConfig):
         per_run=True,
         needs="object_storage_cache_path",
         help="GiB that the blocks in --object-storage-cache-path may fill",
-        dump=False,
     )
     object_storage_prefetch: int = arg(
         8,
@@ -108,7 +98,6 @@ class DataConfig(TokenizerConfig):
         needs="object_storage_cache_path",
         help="iterations whose data are fetched ahead from the object store; 0 fetches them when "
         "they are read",
-        dump=False,
     )
     data_order: Literal["megatron", "epoch"] = arg(
         "megatron",
@@ -117,7 +106,6 @@ class DataConfig(TokenizerConfig):
             "the run) or epoch (a permutation per epoch, independent of the length of the "
             "run; no index is built)"
         ),
-        dump=False,
     )
     continue_data_mix: bool = arg(
         False,
@@ -126,21 +114,18 @@ class DataConfig(TokenizerConfig):
         ),
         help="with --load and --data-order epoch: change the blend on resume; each data set "
         "continues where it stopped",
-        dump=False,
     )
     multiple_validation_sets: bool = arg(
         False,
         help="validate each data set of the validation split separately; with "
         "--valid-data-path or per-split paths, without weights. With --packed-samples "
         "each directory with files is one data set",
-        dump=False,
     )
     full_validation: bool = arg(
         False,
         needs=Needs("validation (--eval-iters is 0)", lambda v: v["eval_iters"]),
         help="each validation reads all of its data once, except an incomplete last "
         "micro-batch, instead of --eval-iters batches",
-        dump=False,
     )
     num_workers: int = arg(
         2,
@@ -177,14 +162,12 @@ class DataConfig(TokenizerConfig):
         0.005,
         minimum=0,
         help="fraction of extra samples built for each data set of a blend",
-        dump=False,
     )
     allow_data_order_change: bool = arg(
         False,
         per_run=True,
         needs="load",
         help="resume although the data order differs from the checkpoint's",
-        dump=False,
     )
 
     @property

@@ -30,7 +30,6 @@ class KernelsConfig:
     )
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
         "auto",
-        dump=False,
         help=(
             "attention kernel: auto (the fastest available), flash (the flash-attn "
             "package), fused (torch's fused attention; with Transformer Engine cuDNN's), "
@@ -67,21 +66,18 @@ class KernelsConfig:
 
     cuda_graph_impl: Literal["none", "local"] = arg(
         "none",
-        dump=False,
         help="local: forward and backward of a micro-batch are one CUDA graph, which the host "
         "starts with one call (never run on a device)",
     )
-    enable_cuda_graph: bool = arg(False, dump=False, help="the same as --cuda-graph-impl local")
+    enable_cuda_graph: bool = arg(False, help="the same as --cuda-graph-impl local")
     cuda_graph_scope: Literal["full_iteration"] = arg(
         "full_iteration",
-        dump=False,
         help="what a CUDA graph holds: full_iteration, all of a micro-batch, from samples to "
         "gradients",
     )
     cuda_graph_warmup_steps: int = arg(
         3,
         minimum=1,
-        dump=False,
         needs=CUDA_GRAPHS,
         help="iterations before CUDA graphs are recorded, in each process: kernels are tried there",
     )

@@ -20,23 +20,20 @@ class LoggingConfig:
         choices=(SHORT,),
         per_run=True,
         alias=("--log-dialect",),
-        dump=False,
         help="output format; short: at most 100 columns",
     )
     print_arguments: Literal["changed", "all", "none"] | None = arg(
         None,
         per_run=True,
-        dump=False,
         help="arguments printed at the start: those that differ from their defaults, all, or none "
         "(default: changed with --log-format short, otherwise all)",
     )
     metrics_file: str | None = arg(
-        None, per_run=True, help="JSON Lines file with one object per iteration", dump=False
+        None, per_run=True, help="JSON Lines file with one object per iteration"
     )
     progress: Literal["auto", "on", "off"] = arg(
         "auto",
         per_run=True,
-        dump=False,
         help="progress and ETA. With --log-format short: a status line between log lines if "
         "stdout is a terminal, unless off. With other formats: a line on stderr after "
         "each log line; auto: if stderr is a terminal",
@@ -45,13 +42,11 @@ class LoggingConfig:
         False,
         help="tokens and loss per data set of a blend, in the metrics file; "
         "always with --packed-samples and where --log-format needs them",
-        dump=False,
     )
     log_accuracy: bool = arg(
         False,
         requires=Needs("--log-subsets", lambda v: v["log_subsets"] or v.config.needs_subsets),
         help="with --log-subsets: top-1 token accuracy, total and per data set",
-        dump=False,
     )
     log_throughput: bool = arg(False, help="log TFLOP/s per rank on the iteration line")
     log_num_zeros_in_grad: bool = arg(False, help="log the number of zeros in the gradients")

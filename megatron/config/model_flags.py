@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -42,6 +43,11 @@ _SIGMOID_GLU = Needs(
 _NO_BIASES = Needs(
     "--disable-bias-linear: all linear layers have biases", lambda v: not v["add_bias_linear"]
 )
+# Flags of one part of a model.
+_latent = functools.partial(arg, needs=_MLA, trained="latents")
+_delta = functools.partial(arg, needs=_DELTA, trained="delta_sizes")
+_yarn = functools.partial(arg, needs=_YARN, trained="yarn")
+_longrope = functools.partial(arg, needs=_LONGROPE, trained="longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,6 @@ class TransformerConfig:
         None,
         excludes=("moe_layer_freq", "use_parallel_residual", "linear_attention_freq"),
         trained="layer_symbols",
-        dump=False,
         alias=("--hybrid-override-pattern",),
         help="layers of one block each, a letter for each: * attention, G gated delta net, - MLP, "
         "E experts; | between (virtual) pipeline stages; behind / the blocks of each module of "
@@ -88,7 +93,6 @@ class TransformerConfig:
         excludes=("ffn_hidden_size",),
         minimum=1,
         trained="ffn",
-        dump=False,
         help="with a gated MLP, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
         "x hidden size rounded UP to a multiple of this",
     )
@@ -125,51 +129,35 @@ class TransformerConfig:
             "qk_layernorm_after_rope",
         ),
         trained=True,
-        dump=False,
         help="multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are "
         "made of one narrow latent, beside one rotary key",
     )
-    q_lora_rank: int | None = arg(
+    q_lora_rank: int | None = _latent(
         None,
-        needs=_MLA,
         minimum=1,
-        trained="latents",
-        dump=False,
         help="MLA: width of the latent of queries (default: none, queries are made of the hidden "
         "states)",
     )
-    kv_lora_rank: int = arg(
+    kv_lora_rank: int = _latent(
         32,
-        needs=_MLA,
         minimum=1,
-        trained="latents",
-        dump=False,
         help="MLA: width of the latent of keys and values; Megatron-LM's MLATransformerConfig has "
         "512",
     )
-    qk_head_dim: int = arg(
+    qk_head_dim: int = _latent(
         128,
-        needs=_MLA,
         minimum=1,
-        trained="latents",
-        dump=False,
         help="MLA: channels of a head of queries and keys without rotary positions",
     )
-    qk_pos_emb_head_dim: int = arg(
+    qk_pos_emb_head_dim: int = _latent(
         64,
-        needs=_MLA,
         minimum=2,
-        trained="latents",
-        dump=False,
         help="MLA: channels of a head of queries with rotary positions, beside those; the keys of "
         "all heads share them",
     )
-    v_head_dim: int = arg(
+    v_head_dim: int = _latent(
         128,
-        needs=_MLA,
         minimum=1,
-        trained="latents",
-        dump=False,
         help="MLA: channels of a head of values",
     )
     latent_norm_epsilon: float | None = arg(
@@ -177,7 +165,6 @@ class TransformerConfig:
         needs=[_MLA, "qk_layernorm"],
         above=0,
         trained="latents",
-        dump=False,
         help="MLA: epsilon of the norms of latents (default: --norm-epsilon); 1e-6 in Hugging "
         "Face's DeepSeek models",
     )
@@ -185,7 +172,6 @@ class TransformerConfig:
         None,
         requires="linear_attention_freq",
         trained="delta_layers",
-        dump=False,
         help="what the layers of --linear-attention-freq have in the place of attention: "
         "gated_delta_net (Qwen3-Next), a state of fixed size that each token rewrites; its "
         "activations are SiLU, whatever those of the MLP are",
@@ -194,49 +180,33 @@ class TransformerConfig:
         None,
         needs="experimental_attention_variant",
         trained="delta_layers",
-        dump=False,
         help="which layers have that: N for all but every Nth layer, or a pattern of 1 (gated "
         "delta net) and 0 (attention) such as [1,1,1,0]*12",
     )
-    linear_conv_kernel_dim: int = arg(
+    linear_conv_kernel_dim: int = _delta(
         4,
-        needs=_DELTA,
         minimum=1,
         maximum=64,
-        trained="delta_sizes",
-        dump=False,
         help="gated delta net: tokens, itself the last, that the convolution of a token sees",
     )
-    linear_key_head_dim: int = arg(
+    linear_key_head_dim: int = _delta(
         128,
-        needs=_DELTA,
         minimum=1,
-        trained="delta_sizes",
-        dump=False,
         help="gated delta net: channels of a head of queries and keys",
     )
-    linear_value_head_dim: int = arg(
+    linear_value_head_dim: int = _delta(
         128,
-        needs=_DELTA,
         minimum=1,
-        trained="delta_sizes",
-        dump=False,
         help="gated delta net: channels of a head of values and gates",
     )
-    linear_num_key_heads: int = arg(
+    linear_num_key_heads: int = _delta(
         16,
-        needs=_DELTA,
         minimum=1,
-        trained="delta_sizes",
-        dump=False,
         help="gated delta net: heads of queries and keys",
     )
-    linear_num_value_heads: int = arg(
+    linear_num_value_heads: int = _delta(
         32,
-        needs=_DELTA,
         minimum=1,
-        trained="delta_sizes",
-        dump=False,
         help="gated delta net: heads of values and gates, a multiple of --linear-num-key-heads",
     )
     seq_length: int = arg(
@@ -274,7 +244,6 @@ class TransformerConfig:
         minimum=1,
         trained=True,
         help="base of the rotary frequencies",
-        dump=False,
     )
     rotary_percent: float = arg(
         1.0,
@@ -288,7 +257,6 @@ class TransformerConfig:
         False,
         needs=ROPE,
         trained=True,
-        dump=False,
         help="rotary position embeddings rotate neighbouring pairs instead of the two halves"
         " of a head",
     )
@@ -304,7 +272,6 @@ class TransformerConfig:
         above=0,
         needs=ROPE,
         trained=True,
-        dump=False,
         help="NTK-aware scaling: the base of the rotary frequencies is multiplied by this to the "
         "power of d / (d - 2), d rotated channels of a head (Hunyuan)",
     )
@@ -312,7 +279,6 @@ class TransformerConfig:
         False,
         needs=ROPE,
         trained="rope_scaling",
-        dump=False,
         help="Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions "
         "are divided by --rope-scaling-factor",
     )
@@ -322,46 +288,32 @@ class TransformerConfig:
         needs="use_rope_scaling",
         trained="rope_scaling",
         help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
-        dump=False,
     )
     rope_type: Literal["rope", "yarn", "longrope"] | None = arg(
         None,
         needs=ROPE,
         trained="yarn",
-        dump=False,
         help="rotary frequencies as they are, or slowed for a longer context as YaRN does, by "
         "--rotary-scaling-factor, or LongRoPE, by --longrope-short-factor and "
         "--longrope-long-factor (default: rope, with MLA yarn)",
     )
-    longrope_short_factor: tuple[float, ...] | None = arg(
+    longrope_short_factor: tuple[float, ...] | None = _longrope(
         None,
-        needs=_LONGROPE,
-        trained="longrope",
-        dump=False,
         help="LongRoPE: what each rotary frequency is divided by, in sequences of up to "
         "--original-max-position-embeddings tokens; generation counts all tokens there may be",
     )
-    longrope_long_factor: tuple[float, ...] | None = arg(
+    longrope_long_factor: tuple[float, ...] | None = _longrope(
         None,
-        needs=_LONGROPE,
-        trained="longrope",
-        dump=False,
         help="LongRoPE: the same in longer sequences",
     )
-    longrope_attention_factor: float = arg(
+    longrope_attention_factor: float = _longrope(
         1.0,
         above=0,
-        needs=_LONGROPE,
-        trained="longrope",
-        dump=False,
         help="LongRoPE: rotated queries and keys are multiplied by this",
     )
-    rotary_scaling_factor: float = arg(
+    rotary_scaling_factor: float = _yarn(
         1.0,
         above=0,
-        needs=_YARN,
-        trained="yarn",
-        dump=False,
         alias=("--yarn-rotary-scaling-factor",),
         help="YaRN: by how much the context is longer than --original-max-position-embeddings; "
         "Megatron-LM's MLATransformerConfig has 40",
@@ -371,61 +323,44 @@ class TransformerConfig:
         minimum=1,
         needs=_LENGTHENED,
         trained="yarn",
-        dump=False,
         alias=("--yarn-original-max-position-embeddings",),
         help="YaRN, LongRoPE: positions of the context before it was lengthened",
     )
-    beta_fast: float = arg(
+    beta_fast: float = _yarn(
         32.0,
         above=0,
-        needs=_YARN,
-        trained="yarn",
-        dump=False,
         alias=("--yarn-beta-fast",),
         help="YaRN: frequencies with more turns than this in that context stay",
     )
-    beta_slow: float = arg(
+    beta_slow: float = _yarn(
         1.0,
         above=0,
-        needs=_YARN,
-        trained="yarn",
-        dump=False,
         alias=("--yarn-beta-slow",),
         help="YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor",
     )
-    mscale: float = arg(
+    mscale: float = _yarn(
         1.0,
         minimum=0,
-        needs=_YARN,
-        trained="yarn",
-        dump=False,
         alias=("--yarn-mscale",),
         help="YaRN: rotated queries and keys are multiplied by 1 + 0.1 x this x ln of the factor, "
         "divided by the same with --mscale-all-dim",
     )
-    mscale_all_dim: float = arg(
+    mscale_all_dim: float = _yarn(
         0.0,
         minimum=0,
-        needs=_YARN,
-        trained="yarn",
-        dump=False,
         alias=("--yarn-mscale-all-dim",),
         help="YaRN: see --mscale; with MLA attention scores are multiplied by the square of 1 + "
         "0.1 x this x ln of the factor",
     )
-    yarn_correction_range_round_to_int: bool = arg(
+    yarn_correction_range_round_to_int: bool = _yarn(
         True,
-        needs=_YARN,
-        trained="yarn",
         off="--no-yarn-correction-range-round-to-int",
-        dump=False,
         help="YaRN: the channels between which frequencies go over are not rounded to whole ones",
     )
     no_rope_freq: str | None = arg(
         None,
         needs=ROPE,
         trained="unrotated_layers",
-        dump=False,
         help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
         "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
     )
@@ -434,7 +369,6 @@ class TransformerConfig:
         nargs=2,
         minimum=0,
         trained="window",
-        dump=False,
         help="sliding-window attention: a token sees itself and so many tokens before it, and so "
         "many behind it, of which there must be 0, e.g. 127 0 (default: all before it); "
         "sliding_window of Hugging Face counts the token itself, too: there it is 128",
@@ -443,14 +377,12 @@ class TransformerConfig:
         None,
         needs="window_size",
         trained="full_attention_layers",
-        dump=False,
         help="layers without the window of --window-size: N for every Nth layer, or a pattern of 1 "
         "(window) and 0 (all tokens) such as [1,1,1,0]*8 (default: none)",
     )
     cp_comm_type: tuple[str, ...] = arg(
         ("p2p",),
         needs="context_parallel_size",
-        dump=False,
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         help="context-parallel communication of attention, one for all layers or one for each: p2p "
         "(keys and values go round a ring), all_gather (of keys and values), a2a (each rank gets "
@@ -462,7 +394,6 @@ class TransformerConfig:
         needs=[ROPE, "window_size"],
         minimum=1,
         trained="window_base",
-        dump=False,
         help="base of the rotary frequencies in layers with a window, where they are then neither "
         "scaled nor interpolated (default: the rotary positions of the other layers)",
     )
@@ -483,7 +414,6 @@ class TransformerConfig:
         False,
         excludes=("apply_residual_connection_post_layernorm",),
         trained=True,
-        dump=False,
         help="attention and MLP of a layer both read the layer's input, and both results are added "
         "to it (GPT-NeoX, Pythia)",
     )
@@ -492,27 +422,23 @@ class TransformerConfig:
         requires=["post_self_attn_layernorm", "post_mlp_layernorm"],
         excludes=("apply_residual_connection_post_layernorm", "fp32_residual_connection"),
         trained=True,
-        dump=False,
         help="no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and "
         "--post-mlp-layernorm",
     )
     post_self_attn_layernorm: bool = arg(
         False,
         trained=True,
-        dump=False,
         help="a norm of the attention output before the residual connection",
     )
     post_mlp_layernorm: bool = arg(
         False,
         trained=True,
-        dump=False,
         help="a norm of the MLP output before the residual connection",
     )
     embedding_multiplier: float = arg(
         1.0,
         above=0,
         trained="embedding_factors",
-        dump=False,
         help="factor on the output of the word embedding, rounded to the dtype of the weights "
         "(Granite; Gemma: square root of the hidden size)",
     )
@@ -520,21 +446,18 @@ class TransformerConfig:
         1.0,
         above=0,
         trained=True,
-        dump=False,
         help="factor on the attention and MLP outputs before the residual connection (Granite)",
     )
     softmax_scale: float | None = arg(
         None,
         above=0,
         trained="attention_scale",
-        dump=False,
         help="factor on attention scores (default: 1 / square root of the head width; with "
         "--use-mup 1 / head width)",
     )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = arg(
         "vanilla",
         trained=True,
-        dump=False,
         help="the softmax of attention has one more score, of no value, in its denominator: with "
         "off-by-one it is 0, with learnable a parameter of each query head (attention sinks, "
         "gpt-oss)",
@@ -543,21 +466,18 @@ class TransformerConfig:
         None,
         above=0,
         trained=True,
-        dump=False,
         help="attention scores x become this times tanh(x / this) (Gemma 2; default: no cap)",
     )
     logits_scaling: float = arg(
         1.0,
         above=0,
         trained="logits_divisor",
-        dump=False,
         help="the logits are divided by this (Granite)",
     )
     final_logit_softcapping: float | None = arg(
         None,
         above=0,
         trained=True,
-        dump=False,
         help="the logits x become this times tanh(x / this) (Gemma 2; default: no cap)",
     )
     mtp_num_layers: int | None = arg(
@@ -568,7 +488,6 @@ class TransformerConfig:
             "--position-embedding-type rope or none, as in Megatron-LM",
             lambda v: v.config.model.positions != "learned_absolute",
         ),
-        dump=False,
         excludes=("use_mup", "logits_scaling", "enable_cuda_graph", "cuda_graph_impl"),
         help="multi-token prediction (DeepSeek-V3): this many modules behind the decoder, each of "
         "which predicts one token further",
@@ -577,20 +496,17 @@ class TransformerConfig:
         0.1,
         minimum=0,
         needs="mtp_num_layers",
-        dump=False,
         help="factor on the mean of the losses of --mtp-num-layers, which is added to the loss",
     )
     qk_layernorm: bool = arg(
         False,
         trained=True,
         help="normalize each head of queries and keys; with MLA their latents",
-        dump=False,
     )
     attention_output_gate: bool = arg(
         False,
         excludes=("multi_latent_attention",),
         trained=True,
-        dump=False,
         help="multiply the result of each attention head by the sigmoid of a gate, another head of "
         "linear_qkv (Qwen3-Next)",
     )
@@ -602,7 +518,6 @@ class TransformerConfig:
         ),
         needs="qk_layernorm",
         trained=True,
-        dump=False,
         help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
         "heads, instead of one per head (OLMo 2, OLMoE)",
     )
@@ -610,7 +525,6 @@ class TransformerConfig:
         False,
         needs=[ROPE, "qk_layernorm"],
         trained=True,
-        dump=False,
         help="with --qk-layernorm: normalize queries and keys after their rotation (Hunyuan)",
     )
     openai_gelu: bool = arg(
@@ -631,13 +545,11 @@ class TransformerConfig:
         excludes=("swiglu",),
         trained="activation",
         help="GEGLU: gated MLP with GELU",
-        dump=False,
     )
     quick_geglu: bool = arg(
         False,
         excludes=("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu"),
         trained="activation",
-        dump=False,
         help="gated MLP with x sigmoid(1.702 x) in the place of GELU (gpt-oss)",
     )
     activation_func_clamp_value: float | None = arg(
@@ -645,7 +557,6 @@ class TransformerConfig:
         above=0,
         requires=_SIGMOID_GLU,
         trained=True,
-        dump=False,
         help="with --swiglu or --quick-geglu: before the activation function the gate is clamped "
         "from above, the up half from both sides (gpt-oss: 7)",
     )
@@ -653,14 +564,12 @@ class TransformerConfig:
         0.0,
         requires=_SIGMOID_GLU,
         trained=True,
-        dump=False,
         help="with --swiglu or --quick-geglu: added to the up half, behind its clamp (gpt-oss: 1)",
     )
     xielu: bool = arg(
         False,
         excludes=("swiglu", "geglu", "squared_relu"),
         trained="activation",
-        dump=False,
         help="xIELU activation in the MLP, with two learnt scalars per layer (Apertus)",
     )
     bias_gelu_fusion: bool = arg(
@@ -683,21 +592,18 @@ class TransformerConfig:
         False,
         needs=[_NO_BIASES, _NO_MLA],
         trained="biases",
-        dump=False,
         help="bias of the query/key/value projection even with --disable-bias-linear",
     )
     add_attention_output_bias: bool = arg(
         False,
         needs=_NO_BIASES,
         trained="biases",
-        dump=False,
         help="bias of the attention output projection even with --disable-bias-linear",
     )
     add_mlp_bias: bool = arg(
         False,
         needs=_NO_BIASES,
         trained="biases",
-        dump=False,
         help="biases of the MLP even with --disable-bias-linear",
     )
     attention_dropout: float = arg(
@@ -734,27 +640,23 @@ class TransformerConfig:
         choices=("megatron",),
         per_run=True,
         requires=_GATED,
-        dump=False,
         help="initial values of matrices",
     )
     embed_grad_scale: float = arg(
         1.0,
         above=0,
-        dump=False,
         help="factor on the gradients of the embedding and the output layer (GLM-130B)",
     )
     label_smoothing: float = arg(
         0.0,
         minimum=0,
         below=1,
-        dump=False,
         help="label smoothing factor, in training; losses of subsets are without it",
     )
     z_loss_coeff: float = arg(
         0.0,
         minimum=0,
         excludes=("label_smoothing",),
-        dump=False,
         help="coefficient of the z-loss of the output logits, the mean square of the logarithm of "
         "the softmax's denominator, e.g. 1e-4; logged as output_z_loss, and no part of lm loss",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from megatron.arguments import arg
 from megatron.config.plan.parameter_spec import Matrices
 
 _MUON = ("optimizer", "muon")
+_muon = functools.partial(arg, requires=_MUON)
 # (a, b, c) of X <- a X + (b G + c G^2) X with G = X X^T, in turn, repeated from the first
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -30,77 +32,57 @@ CHUNK = 2**24
 class MuonConfig:
     """Muon, for the matrices of the layers."""
 
-    muon_momentum: float = arg(
+    muon_momentum: float = _muon(
         0.9,
-        requires=_MUON,
         minimum=0,
         below=1,
-        dump=False,
         help="decay of Muon's momentum; Megatron-LM's OptimizerConfig and torch have 0.95",
     )
-    muon_use_nesterov: bool = arg(
+    muon_use_nesterov: bool = _muon(
         False,
         alias=("--muon-nesterov",),
-        requires=_MUON,
-        dump=False,
         help="Nesterov momentum: orthogonalize (1 - m) gradient + m momentum",
     )
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = arg(
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = _muon(
         "spectral",
-        requires=_MUON,
-        dump=False,
         help="factor of the update of an [out, in] matrix: spectral sqrt(max(out, in)), "
         "unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in))",
     )
-    muon_extra_scale_factor: float = arg(
+    muon_extra_scale_factor: float = _muon(
         1.0,
-        requires=_MUON,
         above=0,
-        dump=False,
         help="another factor of Muon's update; 0.2 with spectral gives updates as large as Adam's",
     )
-    muon_coefficient_type: Literal["quintic", "simple"] = arg(
+    muon_coefficient_type: Literal["quintic", "simple"] = _muon(
         "quintic",
-        requires=_MUON,
-        dump=False,
         help="coefficients of the Newton-Schulz steps: simple (the same in each) or quintic (five, "
         "in turn)",
     )
-    muon_num_ns_steps: int = arg(
+    muon_num_ns_steps: int = _muon(
         5,
-        requires=_MUON,
         minimum=1,
         maximum=99,
-        dump=False,
         help="Newton-Schulz steps of an update",
     )
-    muon_split_qkv: bool = arg(
+    muon_split_qkv: bool = _muon(
         True,
         off="--muon-no-split-qkv",
-        requires=_MUON,
-        dump=False,
         help="orthogonalize the weights of queries, keys and values as one matrix",
     )
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = arg(
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = _muon(
         None,
-        requires=_MUON,
-        dump=False,
         help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
         "of the main weights) (default: medium on CUDA with fp32 main weights, else highest)",
     )
-    muon_neuron_beta2: float | None = arg(
+    muon_neuron_beta2: float | None = _muon(
         None,
-        requires=_MUON,
         minimum=0,
         below=1,
-        dump=False,
         help="NorMuon, with this decay of its second moment: each row of an orthogonalized [out, "
         "in], if in > out each column, is divided by its root mean square (default: plain Muon)",
     )
-    muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = arg(
+    muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = _muon(
         "duplicated",
-        requires=_MUON,
-        dump=False,
         help="tensor-parallel ranks gather each matrix and orthogonalize it whole, whichever is "
         "given; blockwise would train another model in each layout and is refused",
     )

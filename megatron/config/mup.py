@@ -24,7 +24,6 @@ class MupConfig:
         requires="mup_base_hidden_size",
         excludes=("init_method_xavier_uniform", "init_scheme"),
         trained="attention_scale",
-        dump=False,
         help="muP: initial values, learning rates, attention and logits scaled by the width "
         "relative to --mup-base-hidden-size (m), so that a learning rate tuned there holds at "
         "other widths",
@@ -34,7 +33,6 @@ class MupConfig:
         requires="use_mup",
         minimum=1,
         trained="logits_divisor",
-        dump=False,
         help="hidden size at which --lr and --init-method-std were tuned",
     )
     mup_embedding_mult: float = arg(
@@ -42,7 +40,6 @@ class MupConfig:
         requires="use_mup",
         above=0,
         trained="embedding_factors",
-        dump=False,
         help="factor on the output of the embedding, positions included",
     )
     mup_output_mult: float = arg(
@@ -50,7 +47,6 @@ class MupConfig:
         requires="use_mup",
         above=0,
         trained="logits_divisor",
-        dump=False,
         help="factor on the logits instead of 1 / m; 1.0 stands for 1 / m, as in Megatron-LM",
     )
     mup_base_head_dim: float | None = arg(
@@ -58,7 +54,6 @@ class MupConfig:
         requires="use_mup",
         above=0,
         trained="attention_scale",
-        dump=False,
         help="head width at which --lr was tuned: attention scores are multiplied by its root, so "
         "that heads of this width have the usual scale (default: 1)",
     )
@@ -67,7 +62,6 @@ class MupConfig:
         requires="use_mup",
         minimum=0,
         trained="attention_scale",
-        dump=False,
         help="attention scores are divided by the head width to this power; 0.5 is the usual root",
     )
 

@@ -52,7 +52,6 @@ class OptimizerConfig:
         None,
         minimum=0,
         help="peak learning rate of the word embedding and the output layer (default: --lr)",
-        dump=False,
     )
     decoupled_min_lr: float | None = arg(
         None,
@@ -60,7 +59,6 @@ class OptimizerConfig:
         needs=_DECAY,
         minimum=0,
         help="minimum of --decoupled-lr (default: --min-lr)",
-        dump=False,
     )
     lr_decay_style: Literal[
         "constant", "linear", "cosine", "inverse-square-root", "WSD", "WSD-S", "power"
@@ -70,21 +68,18 @@ class OptimizerConfig:
         needs=_ANNEAL,
         help="shape of the final decay of --lr-decay-style WSD or power, of each of WSD-S; "
         "inverse: 1 / rate is linear",
-        dump=False,
     )
     lr_wsd_decay_iters: int | None = arg(
         None,
         needs=_ANNEAL,
         minimum=1,
         help="iterations of the final decay of --lr-decay-style WSD or power, of each of WSD-S",
-        dump=False,
     )
     lr_wsd_decay_samples: int | None = arg(
         None,
         needs=_ANNEAL,
         minimum=1,
         help="samples of the final decay of --lr-decay-style WSD or power, of each of WSD-S",
-        dump=False,
     )
     lr_wsd_decay_end_iters: tuple[int, ...] | None = arg(
         None,
@@ -92,7 +87,6 @@ class OptimizerConfig:
         minimum=1,
         help="iterations at which the earlier decays of --lr-decay-style WSD-S end and --lr "
         "applies again; the last decay ends at --lr-decay-iters",
-        dump=False,
     )
     lr_wsd_decay_end_samples: tuple[int, ...] | None = arg(
         None,
@@ -100,21 +94,18 @@ class OptimizerConfig:
         minimum=1,
         help="samples at which the earlier decays of --lr-decay-style WSD-S end and --lr "
         "applies again; the last decay ends at --lr-decay-samples",
-        dump=False,
     )
     lr_power_amplitude: float = arg(
         4.0,
         needs=("lr_decay_style", "power"),
         above=0,
         help="A of --lr-decay-style power: A x global batch size x tokens^E, at most --lr",
-        dump=False,
     )
     lr_power_exponent: float = arg(
         -0.51,
         needs=("lr_decay_style", "power"),
         below=0,
         help="E of --lr-decay-style power",
-        dump=False,
     )
     lr_decay_iters: int | None = arg(
         None,
@@ -142,13 +133,11 @@ class OptimizerConfig:
     lr_init_iters: int = arg(
         0,
         minimum=0,
-        dump=False,
         help="iterations with learning rate 0 before the warm-up, in which Adam's state adapts",
     )
     lr_warmup_first_step: bool = arg(
         False,
         needs=_WARM_UP,
-        dump=False,
         help="first warm-up iteration has learning rate lr / W for a warm-up of W "
         "iterations instead of 0",
     )
@@ -173,14 +162,11 @@ class OptimizerConfig:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = arg(
         "constant", help="shape of the increase from --start-weight-decay to --end-weight-decay"
     )
-    apply_wd_to_all: bool = arg(
-        False, help="apply weight decay to norms and biases, too", dump=False
-    )
+    apply_wd_to_all: bool = arg(False, help="apply weight decay to norms and biases, too")
     apply_wd_to_qk_layernorm: bool = arg(
         False,
         needs="qk_layernorm",
         help="apply weight decay to the norms of queries and keys, too",
-        dump=False,
     )
     adam_beta1: float = arg(
         0.9,
@@ -200,7 +186,6 @@ class OptimizerConfig:
         0.0,
         needs=_ADAM,
         minimum=0,
-        dump=False,
         help="with c > 0, Adam's beta2 is 1 - k^-c after k updates, at least --adam-beta2 "
         "(PaLM: 0.8)",
     )
@@ -209,21 +194,18 @@ class OptimizerConfig:
         False,
         requires=("optimizer", "adam"),
         excludes=("fp64",),
-        dump=False,
         help="Adam whose gradients and moments have the dtypes of --main-grads-dtype, "
         "--exp-avg-dtype and --exp-avg-sq-dtype; computed in fp32",
     )
     exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
         "fp32",
         requires="use_precision_aware_optimizer",
-        dump=False,
         help="dtype in which --use-precision-aware-optimizer stores Adam's first moment "
         "(fp8 is stored in bf16)",
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"] = arg(
         "fp32",
         requires="use_precision_aware_optimizer",
-        dump=False,
         help="dtype in which --use-precision-aware-optimizer stores Adam's second moment "
         "(fp8 is stored in bf16)",
     )

@@ -25,9 +25,7 @@ LOSS = "--account-for-loss-in-pipeline-split"
 def _timeout(phase: str) -> Any:
     """The field of a --hang-timeout-*-seconds."""
     default = "default: 0.9 x --distributed-timeout-minutes; 0: never"
-    return arg(
-        None, minimum=0, dump=False, help=f"as --hang-timeout-seconds, for {phase} ({default})"
-    )
+    return arg(None, minimum=0, help=f"as --hang-timeout-seconds, for {phase} ({default})")
 
 
 _VIRTUAL_STAGES = Needs(
@@ -67,39 +65,34 @@ class ParallelConfig:
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
         None,
-        dump=False,
         help="virtual pipeline stages per rank (interleaved schedule), instead of "
         "--num-layers-per-virtual-pipeline-stage",
     )
     decoder_first_pipeline_num_layers: int | None = arg(
-        None, dump=False, help="layers of the first pipeline stage, if it differs from the others"
+        None, help="layers of the first pipeline stage, if it differs from the others"
     )
     decoder_last_pipeline_num_layers: int | None = arg(
-        None, dump=False, help="layers of the last pipeline stage, if it differs from the others"
+        None, help="layers of the last pipeline stage, if it differs from the others"
     )
     use_tp_pp_dp_mapping: bool = arg(
         False,
-        dump=False,
         help="number ranks in the order tensor, context, pipeline, data, so that the stages of one "
         "replica are neighbours; without it tensor, context, data, pipeline",
     )
     pipeline_model_parallel_layout: str | None = arg(
         None,
-        dump=False,
         help="layers of each (virtual) pipeline stage, as in Et*3|(tt|)*2L: E embedding, t "
         "transformer layer, L output layer and loss, | between stages, *N repetition",
     )
     account_for_embedding_in_pipeline_split: bool = arg(
         False,
         needs="pipeline_model_parallel_size",
-        dump=False,
         help="count the embedding as a layer when layers are split over pipeline stages (the first "
         "stage gets one layer less)",
     )
     account_for_loss_in_pipeline_split: bool = arg(
         False,
         needs="pipeline_model_parallel_size",
-        dump=False,
         help="count output layer and loss as a layer when layers are split over pipeline stages "
         "(the last stage gets one layer less)",
     )
@@ -108,7 +101,6 @@ class ParallelConfig:
         needs=_VIRTUAL_STAGES,
         minimum=1,
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        dump=False,
         help="interleaved schedule: micro-batches that pass one virtual pipeline stage before the "
         "rank continues with its next one (default: the number of pipeline stages)",
     )
@@ -129,7 +121,6 @@ class ParallelConfig:
         needs=Needs("--cp-comm-type a2a+p2p", lambda v: "a2a+p2p" in v["cp_comm_type"]),
         nargs=2,
         minimum=1,
-        dump=False,
         help="--cp-comm-type a2a+p2p: how many neighbouring context-parallel ranks exchange heads, "
         "and how many such groups form a ring",
     )
@@ -144,7 +135,6 @@ class ParallelConfig:
         None,
         minimum=1,
         needs="num_experts",
-        dump=False,
         help="expert-tensor-parallel size (ETP): number of ranks that share each expert by width "
         "(default: --tensor-model-parallel-size)",
     )
@@ -162,7 +152,6 @@ class ParallelConfig:
         "no_shard", "optim", "optim_grads", "optim_grads_params"
     ] = arg(
         "no_shard",
-        dump=False,
         help="what data-parallel ranks share: optim as --use-distributed-optimizer (ZeRO stage 1), "
         "optim_grads gradients too (stage 2: each micro-batch's are summed layer by layer), "
         "optim_grads_params weights too (stage 3, FSDP: gathered for the layer that computes); "
@@ -172,14 +161,12 @@ class ParallelConfig:
         1,
         requires=_SHARED,
         minimum=1,
-        dump=False,
         help="replicas of the sharded optimizer state; each is sharded over data-parallel "
         "size / N ranks",
     )
     zero_partition: Literal["even", "whole-params"] = arg(
         "even",
         requires=_SHARED,
-        dump=False,
         help="with --use-distributed-optimizer, how the state is sharded: even (equal "
         "ranges) or whole-params (whole parameters)",
     )
@@ -198,14 +185,12 @@ class ParallelConfig:
             "--use-distributed-optimizer and --zero-partition even",
             lambda v: _SHARED.met(v) and v["zero_partition"] == "even",
         ),
-        dump=False,
         help="with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and "
         "round once (always so on the CPU)",
     )
     ddp_bucket_size: int | None = arg(
         None,
         minimum=1,
-        dump=False,
         help="elements per gradient bucket (default: 1 million per data-parallel rank, at "
         "least 40 million; a single bucket without overlap and distributed optimizer)",
     )
@@ -213,7 +198,6 @@ class ParallelConfig:
         None,
         excludes=("ddp_bucket_size",),
         minimum=1,
-        dump=False,
         help="approximate number of gradient buckets, instead of --ddp-bucket-size",
     )
     distributed_backend: Literal["nccl", "gloo", "xccl", "ccl"] | None = arg(
@@ -224,7 +208,6 @@ class ParallelConfig:
     hang_timeout_seconds: float | None = arg(
         None,
         minimum=0,
-        dump=False,
         help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
         "keeps the others waiting is named with its stack and the run ends with exit code 4; ten "
         "times as many while it computes; of one rank alone a warning (0: never, in no phase; "
@@ -243,7 +226,6 @@ class ParallelConfig:
     restart_forkserver: bool = arg(
         False,
         no_effect="restarted ranks import torch anew, in 2 to 3 seconds",
-        dump=False,
         help="accepted for compatibility: restarted ranks were forked from a process that had "
         "torch imported",
     )

@@ -32,7 +32,6 @@ class PrecisionConfig:
         False,
         excludes=("fp16", "bf16"),
         help="fp64 parameters, for numerical parity tests",
-        dump=False,
     )
     loss_scale: float | None = arg(
         None,
@@ -57,7 +56,6 @@ class PrecisionConfig:
         needs=_DYNAMIC_LOSS_SCALE,
         above=0,
         help="upper bound of the dynamic loss scale of --fp16",
-        dump=False,
     )
     loss_scale_growth_factor: float = arg(
         2.0,
@@ -65,7 +63,6 @@ class PrecisionConfig:
         above=1,
         help="factor by which the dynamic loss scale grows after --loss-scale-window "
         "iterations without overflow",
-        dump=False,
     )
     loss_scale_backoff_factor: float = arg(
         0.5,
@@ -73,7 +70,6 @@ class PrecisionConfig:
         above=0,
         below=1,
         help="factor by which the dynamic loss scale falls after an overflow",
-        dump=False,
     )
     loss_scale_window: float = arg(
         1000,
@@ -87,9 +83,9 @@ class PrecisionConfig:
         minimum=1,
         help="number of overflows before the dynamic loss scale falls",
     )
-    tf32: bool = arg(False, help="fp32 GEMMs with TF32 inputs, on CUDA", dump=False)
+    tf32: bool = arg(False, help="fp32 GEMMs with TF32 inputs, on CUDA")
     disable_bf16_reduced_precision_matmul: bool = arg(
-        False, dump=False, help="on CUDA, bf16 GEMMs sum partial results in fp32 only"
+        False, help="on CUDA, bf16 GEMMs sum partial results in fp32 only"
     )
     fp16_lm_cross_entropy: bool = arg(
         False, requires="fp16", help="compute the cross entropy in fp16, with --fp16"
@@ -102,14 +98,12 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = arg(
         False,
         needs="bf16",
-        dump=False,
         help="accumulate and reduce gradients in bf16, with --bf16: half the bytes of gradients",
     )
     main_grads_dtype: Literal["fp32", "bf16"] = arg(
         "fp32",
         requires="use_precision_aware_optimizer",
         needs="bf16",
-        dump=False,
         help="dtype of gradients with --use-precision-aware-optimizer; bf16 accumulates and "
         "reduces them in bf16, with --bf16",
     )
@@ -124,7 +118,6 @@ class PrecisionConfig:
     fp8_recipe: Literal["delayed", "tensorwise"] = arg(
         "delayed",
         needs="fp8",
-        dump=False,
         help="FP8 scaling with --fp8-format: delayed (from the amax history of earlier "
         "iterations) or tensorwise (from the amax of the current tensor)",
     )

@@ -21,7 +21,6 @@ class ProfilingConfig:
     use_pytorch_profiler: bool = arg(
         False,
         needs="profile",
-        dump=False,
         help="with --profile: torch.profiler, as a Chrome trace for TensorBoard or Perfetto; "
         "without it a CUDA profiler range is opened (nsys -c cudaProfilerApi)",
     )

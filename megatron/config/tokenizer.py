@@ -85,21 +85,18 @@ class TokenizerConfig:
         trained=True,
         needs=("tokenizer_type", "TikTokenizer"),
         help="regular expression by which TikTokenizer splits text (default: v2)",
-        dump=False,
     )
     tiktoken_num_special_tokens: int = arg(
         1000,
         trained=True,
         needs=("tokenizer_type", "TikTokenizer"),
         help="number of ids that TikTokenizer reserves for special tokens",
-        dump=False,
     )
     tiktoken_special_tokens: tuple[str, ...] | None = arg(
         None,
         trained=True,
         needs=("tokenizer_type", "TikTokenizer"),
         help="names of TikTokenizer's first special tokens",
-        dump=False,
     )
 
     @property

@@ -61,7 +61,6 @@ class TrainingConfig:
     rampup_micro_batches: tuple[int, ...] | None = arg(
         None,
         nargs=3,
-        dump=False,
         help="START INCREMENT ITERATIONS: micro-batches per iteration on each data-parallel "
         "rank, increased by INCREMENT every ITERATIONS iterations up to "
         "--global-batch-size",
@@ -71,13 +70,11 @@ class TrainingConfig:
         nargs="words",
         help='"0:768 250B:1536": global batch sizes, each with the number of tokens from '
         "which it applies",
-        dump=False,
     )
     decrease_batch_size_if_needed: bool = arg(
         False,
         help="round a global batch size down that is not divisible by micro-batch size x "
         "data-parallel size, instead of failing",
-        dump=False,
     )
     train_iters: int | None = arg(None, minimum=1, help="iterations to train, over all resumes")
     train_samples: int | None = arg(
@@ -99,7 +96,6 @@ class TrainingConfig:
         None,
         needs=_VALIDATION,
         minimum=1,
-        dump=False,
         help="samples per batch of validation and test, over all ranks (default: the global batch "
         "size of training)",
     )
@@ -107,14 +103,12 @@ class TrainingConfig:
         None,
         needs=_VALIDATION,
         minimum=1,
-        dump=False,
         help="samples per micro-batch of validation and test (default: --micro-batch-size)",
     )
     start_eval_at_iter: int | None = arg(
         None,
         needs=_VALIDATION,
         minimum=0,
-        dump=False,
         help="no validation before this iteration, except the one after training (default: the "
         "first is after --eval-interval iterations)",
     )
@@ -143,7 +137,6 @@ class TrainingConfig:
     recompute_modules: tuple[str, ...] = arg(
         ("core_attn",),
         needs=_SELECTIVE,
-        dump=False,
         choices=(
             *("core_attn", "mlp", "moe", "moe_act", "shared_experts"),
             *("layernorm", "mla_up_proj"),
@@ -156,7 +149,6 @@ class TrainingConfig:
     moe_layer_recompute: bool = arg(
         False,
         needs="num_experts",
-        dump=False,
         help="recompute the MLPs of MoE layers in the backward pass: the same as moe in "
         "--recompute-modules, with --recompute-granularity selective",
     )
@@ -178,28 +170,22 @@ class TrainingConfig:
         None,
         minimum=0,
         maximum=1,
-        dump=False,
         help="fraction of each stage's layers to recompute, the first ones",
     )
     deterministic_mode: bool = arg(
         False,
         help="use only deterministic kernels; an operation without one is an error",
-        dump=False,
     )
     cudnn_benchmark: bool = arg(
         False,
         excludes=("deterministic_mode", "cudnn_deterministic"),
         help="let cuDNN select kernels by timing them",
-        dump=False,
     )
-    cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels", dump=False)
-    torch_compile: bool = arg(
-        False, help="compile every transformer layer with torch.compile", dump=False
-    )
+    cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels")
+    torch_compile: bool = arg(False, help="compile every transformer layer with torch.compile")
     check_weight_hash_across_dp_replicas_interval: int | None = arg(
         None,
         minimum=1,
-        dump=False,
         help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
         "run ends if they differ (default: never)",
     )
@@ -223,19 +209,16 @@ class TrainingConfig:
     train_range_to_skip: tuple[str, ...] | None = arg(
         None,
         extend=True,
-        dump=False,
         help="a b [c d ...]: skip iterations a to b, both included",
     )
     iterations_to_skip: tuple[str, ...] | None = arg(
         None,
         extend=True,
-        dump=False,
         help="iterations to skip, by their number in the log, counted from 1",
     )
     device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
         "auto",
         help="device to train on; auto: CUDA, else XPU (Intel GPU, untested), else the CPU",
-        dump=False,
     )
     dry_run: bool = arg(
         False,
@@ -243,7 +226,6 @@ class TrainingConfig:
         help="print the plan, the data and the kernels, and exit; needs no data, checkpoint "
         "or launcher: what is not on this machine is said, with exit code 0, and files that are "
         "here are compared with the flags, with exit code 2",
-        dump=False,
     )
     device_memory: float | None = arg(
         None,
@@ -255,21 +237,18 @@ class TrainingConfig:
         per_run=True,
         help="with --dry-run: memory of each device in GiB, as GPUs are named (80, 80GB or 80GiB "
         "for an H100): say whether the run fits, and flags that need less if it does not",
-        dump=False,
     )
     verbose: bool = arg(
         False,
         requires="dry_run",
         per_run=True,
         help="with --dry-run: the kernels that are not used too, and why",
-        dump=False,
     )
     world_size: int | None = arg(
         None,
         minimum=1,
         per_run=True,
         help="with --dry-run: number of ranks to plan for (default: the launcher's)",
-        dump=False,
     )
 
     @property

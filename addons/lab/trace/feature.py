@@ -25,20 +25,17 @@ class TraceConfig(Feature):
         help="with --dry-run: run the training step of some ranks of the planned cluster on "
         "tensors without values, and print memory by kind, FLOPs, kernel launches and every "
         "collective; needs no GPU",
-        dump=False,
     )
     trace_ranks: tuple[str, ...] = arg(
         ("first", "last"),
         needs="trace",
         help="with --trace: ranks to trace: numbers, first, last, all-stages (one of each pipeline "
         "stage), or peers (rank 0 and the last rank of each of its groups)",
-        dump=False,
     )
     trace_output: str | None = arg(
         None,
         needs="trace",
         help="with --trace: JSON file for all of it, with messages in order",
-        dump=False,
     )
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:

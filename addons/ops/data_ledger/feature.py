@@ -23,7 +23,6 @@ class DataLedgerConfig(Feature):
         per_run=True,
         help="file with one 32-byte record per iteration: which samples it read, and their "
         "hash (read by tools/inspect_data.py)",
-        dump=False,
     )
 
     def missing(self) -> Iterator[str]:

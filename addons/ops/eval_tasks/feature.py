@@ -21,7 +21,6 @@ class EvalTasksConfig(Feature):
 
     eval_tasks: tuple[str, ...] = arg(
         (),
-        dump=False,
         help="YAML files of lm-eval tasks (multiple choice or log-likelihood) whose scores are "
         "logged every --eval-tasks-interval iterations (pip install lm-eval)",
     )
@@ -29,7 +28,6 @@ class EvalTasksConfig(Feature):
         None,
         minimum=1,
         needs="eval_tasks",
-        dump=False,
         help="iterations between scores of --eval-tasks",
     )
 

@@ -21,7 +21,6 @@ class GoodputConfig(Feature):
         False,
         requires="save",
         per_run=True,
-        dump=False,
         help="with --save: append starts, iterations, stalls, saves and failures of all attempts "
         "to run_events.jsonl there, for tools/goodput.py",
     )
@@ -29,7 +28,6 @@ class GoodputConfig(Feature):
         3,
         minimum=0,
         needs="run_events",
-        dump=False,
         help="with --run-events: a restart by torchrun (--max-restarts) or SLURM is an error after "
         "this many attempts in a row that failed in the same iteration on the same rank (0: never)",
     )

@@ -21,7 +21,6 @@ class NodeCheckConfig(Feature):
         None,
         minimum=1,
         per_run=True,
-        dump=False,
         help="before training and every N iterations: measure GEMMs, copies and messages of 1 MiB "
         "on all ranks, and name those that are slow or whose numbers are wrong (as "
         "tools/check_nodes.py)",

@@ -26,14 +26,12 @@ class StepVerificationConfig(Feature):
         help="compute the gradients of every N-th iteration a second time on another data-parallel "
         "rank and their sums twice, compare them and the replicas' weights by hash; on GPUs with "
         "--deterministic-mode (default: never)",
-        dump=False,
     )
     verify_step_action: Literal["exit", "majority"] = arg(
         "exit",
         needs="verify_step_interval",
         help="with --verify-step-interval, where gradients differ and a third computation has "
         "named a rank: exit, or continue with the gradients of the majority",
-        dump=False,
     )
 
     def check(self, facts: Facts) -> Iterator[str]:

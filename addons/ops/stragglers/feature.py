@@ -19,7 +19,6 @@ class StragglerConfig(Feature):
 
     log_straggler: bool = arg(
         False,
-        dump=False,
         help="at each log interval, the rank with the longest forward and backward passes and "
         "their share of the iteration",
     )

@@ -23,13 +23,11 @@ class LogitsConfig(Feature):
 
     log_max_attention_logit: bool = arg(
         False,
-        dump=False,
         help="log the largest attention score of each iteration, before the softmax and any cap; "
         "always with --qk-clip; its products are computed a second time",
     )
     qk_clip: bool = arg(
         False,
-        dump=False,
         help="QK-clip (Kimi K2): after an update the weights of queries and keys of a head whose "
         "largest attention score in the step was above --qk-clip-threshold are scaled by threshold "
         "/ score",
@@ -39,12 +37,11 @@ class LogitsConfig(Feature):
         needs="qk_clip",
         minimum=0,
         maximum=1,
-        dump=False,
         help="power of that factor by which weights of queries are scaled, of keys 1 - this; of "
         "queries of MLA with rotary positions the whole",
     )
     qk_clip_threshold: float = arg(
-        100.0, needs="qk_clip", above=0, dump=False, help="the largest score that is left alone"
+        100.0, needs="qk_clip", above=0, help="the largest score that is left alone"
     )
 
     def check(self, facts: Facts) -> Iterator[str]:

@@ -68,7 +68,6 @@ class BoardFlags:
     wandb_entity: str = arg(
         "",
         needs="wandb_project",
-        dump=False,
         help="team or user at Weights & Biases (default: the account's)",
     )
     wandb_save_dir: str = arg(

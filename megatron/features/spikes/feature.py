@@ -24,7 +24,6 @@ class SpikeConfig(Feature):
         "log",
         needs=Needs("training (--skip-train is given)", lambda v: not v["skip_train"]),
         per_run=True,
-        dump=False,
         help="on a spike of loss or gradient norm: log; skip-update (log, and skip the "
         "optimizer update); rewind (roll back before the spike and skip its "
         "iterations); off: no spike detection",
@@ -34,7 +33,6 @@ class SpikeConfig(Feature):
         needs=("spike_action", "rewind"),
         minimum=0,
         per_run=True,
-        dump=False,
         help="with --spike-action rewind: iterations between in-memory snapshots, of which "
         "two are kept; 0: none, roll back to checkpoints",
     )
