@@ -19,12 +19,15 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron.problems import Problems as Problems
 from megatron.problems import credentials_problem
+
+if TYPE_CHECKING:
+    from megatron.extra_arguments import ExtraArguments
 
 _OFF = re.compile("--(no|disable)-")
 _NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -92,6 +95,7 @@ def arg(  # noqa: PLR0913
     nargs: str | int | None = None,
     extend: bool = False,
     parse: Callable[[str], Any] | None = None,
+    dump: bool = False,  # read by nothing: branches of before may still pass it
     metavar: str | None = None,
     position: str = "flag",
     minimum: float | None = None,
@@ -159,8 +163,16 @@ def _list(needs: Need | list[Need] | None) -> tuple[Need, ...]:
 
 
 # What a `Flag` has as `arg` was given it.
-_AS_DECLARED: tuple[str, ...] = ("help", "extend", "nargs", "position", "limits", "needs")
-_AS_DECLARED += ("requires", "excludes")
+_AS_DECLARED: tuple[str, ...] = (
+    "help",
+    "extend",
+    "nargs",
+    "position",
+    "limits",
+    "needs",
+    "requires",
+    "excludes",
+)
 _AS_DECLARED += ("no_effect", "trained", "per_run", "missing")
 
 
@@ -486,7 +498,12 @@ class Parser:
         self.sections = sections
         self._load_foreign_flags = foreign_flags
         self._actions: dict[str, argparse.Action] = {}
-        self.extra = ExtraArguments(self, extra_args_provider) if extra_args_provider else None
+        self.extra: ExtraArguments | None = None
+        if extra_args_provider:
+            from megatron.extra_arguments import ExtraArguments
+
+            own = {flag.name for flag in self.flags}
+            self.extra = ExtraArguments(self.arguments, own, extra_args_provider)
 
     @functools.cached_property
     def arguments(self) -> argparse.ArgumentParser:
@@ -498,6 +515,7 @@ class Parser:
             allow_abbrev=False,
             exit_on_error=False,
         )
+        parser._negative_number_matcher = _NUMBER  # argparse's own knows -1e-5 since 3.14
         groups = {name: parser.add_argument_group(text) for name, text in self.sections.items()}
         self._actions |= {f.name: _add(groups.get(f.group, parser), f) for f in self.flags}
         return parser
@@ -577,113 +595,6 @@ def _add(group: argparse._ActionsContainer, flag: Flag) -> argparse.Action:
     if flag.position != "flag":
         return group.add_argument(flag.name, action=FlagAction, flag=flag)
     return group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
-
-
-class ExtraArguments:
-    """What a program's `extra_args_provider` added to the parser of argparse; its words are read by
-    argparse, its errors said with all others.
-
-    `words`: those that were given, by flag. Raises TypeError for what a command line of flags
-    cannot have, ValueError for a name that the program has.
-    """
-
-    def __init__(self, parser: Parser, provider: Callable[[argparse.ArgumentParser], Any]):
-        self._parser = parser.arguments
-        self._parser._negative_number_matcher = _NUMBER  # argparse's own knows -1e-5 since 3.14
-        try:
-            provider(self._parser)
-        except argparse.ArgumentError as error:
-            raise ValueError(
-                f"extra_args_provider: {error}: {parser.prog} has it already; choose another "
-                "spelling [extra-flag-taken]"
-            ) from None
-        actions = [a for a in self._parser._actions if not isinstance(a, FlagAction)]
-        self._own = {flag.name: flag for flag in parser.flags}
-        for action in actions:
-            if not action.option_strings:
-                raise TypeError(f"extra_args_provider: {action.dest}: only flags can be added")
-            if action.dest in self._own:
-                raise ValueError(
-                    f"extra_args_provider: {action.option_strings[0]}: {action.dest} is a flag of "
-                    f"{parser.prog} already; give it another dest [extra-flag-taken]"
-                )
-        self.by_spelling = {spelling: a for a in actions for spelling in a.option_strings}
-        # argparse would judge these for each flag by itself
-        self._required = [action for action in actions if action.required]
-        self._groups = [
-            (group, group.required) for group in self._parser._mutually_exclusive_groups
-        ]
-        for action in self._required:
-            action.required = False
-        for group in self._parser._mutually_exclusive_groups:
-            group.required = False
-        self.namespace = argparse.Namespace()
-        self._parser.parse_known_args([], self.namespace)
-        self._typed: list[argparse.Action] = []
-        self.words: list[list[str]] = []
-        # of the program's own flags, the defaults that the provider set
-        self.defaults = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in vars(self.namespace).items()
-            if name in self._own
-        }
-        self._parser.set_defaults(**dict.fromkeys(self.defaults, argparse.SUPPRESS))  # of actions
-        for name in self.defaults:
-            del self._parser._defaults[name]
-            delattr(self.namespace, name)
-
-    def help(self, shows: Callable[..., bool] = lambda *texts: True) -> str:
-        """These arguments in the groups they were added to, as argparse shows them: those of which
-        `shows(spellings, help, title of the group)` is true."""
-        formatter = argparse.HelpFormatter(self._parser.prog, max_help_position=34, width=110)
-        own = set(self.by_spelling.values())
-        for group in self._parser._action_groups:
-            actions = [
-                action
-                for action in group._group_actions
-                if action in own
-                and shows(*action.option_strings, action.help or "", group.title or "")
-            ]
-            if actions:
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(actions)
-                formatter.end_section()
-        return formatter.format_help().rstrip()
-
-    def take(self, words: Sequence[str]) -> str | None:
-        """Read one flag with its words; what is wrong with them."""
-        spelling = words[0].partition("=")[0]
-        self._typed.append(self.by_spelling[spelling])
-        self.words.append(list(words))
-        try:
-            unknown = self._parser.parse_known_args(list(words), self.namespace)[1]
-        except argparse.ArgumentError as error:
-            return f"{spelling}: {error.message} [value-malformed]"
-        if unknown:
-            return f"{spelling}: too many values: {' '.join(unknown)!r} [value-count-wrong]"
-        return None
-
-    def problems(self, broken: Collection[str]) -> list[str]:
-        """What is wrong with all of them together: what is required and missing, and what excludes
-        each other. `broken`: dests of those that were meant but could not be read."""
-        problems = [
-            f"{action.option_strings[0]} is missing: {action.help or 'it is required'} "
-            "[flag-missing]"
-            for action in self._required
-            if action not in self._typed and action.dest not in broken
-        ]
-        for group, required in self._groups:
-            names = [action.option_strings[0] for action in group._group_actions]
-            typed = [a.option_strings[0] for a in group._group_actions if a in self._typed]
-            if len(typed) > 1:
-                problems.append(
-                    f"{' and '.join(typed)}: only one of these can be given "
-                    "[flags-exclude-each-other]"
-                )
-            if required and not typed:
-                problems.append(f"one of {', '.join(names)} is missing: give it [flag-missing]")
-        return problems
 
 
 def build_parser(

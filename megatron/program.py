@@ -86,7 +86,9 @@ def pretrain(
 
         script = Script(
             forward_step_func,
-            extra_arguments(extra_args_provider, args_defaults),
+            extra_arguments(extra_args_provider, args_defaults)
+            if extra_args_provider or args_defaults
+            else None,
             train_valid_test_datasets_provider,
             model_provider,
         )

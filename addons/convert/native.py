@@ -26,7 +26,7 @@ from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.sharded_reader import Reader
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.tensor_slices import whole
-from megatron.config import saved_flags
+from megatron.config import args_text
 from megatron.config.checks import declared
 from megatron.config.checks import model as check_shape
 from megatron.config.checks.facts import Facts
@@ -321,7 +321,7 @@ def write_checkpoint(
             data={"tokenizer": _moved(chosen.identity(), temporary, final)},
             layout=layout,
         )
-        written = store.save(work, state.iteration, slices, state, saved_flags.to_text(config))
+        written = store.save(work, state.iteration, slices, state, args_text.to_text(config))
         progress.clear()
         check()
         DISK.fsync_directory(work)

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron import interrupt
+from megatron.addons.datasets.source_reader import DocumentSources
 from megatron.arguments import arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
-from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
 from megatron.data.packed.build import open_files

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 
 from megatron import host
+from megatron.addons.datasets.source_reader import SourcesFile
 from megatron.arguments import arg
 from megatron.data import document_sources
 from megatron.data.blend.paths import PARTIAL, expand
-from megatron.data.document_sources import SourcesFile, Trailer, sources_path
+from megatron.data.document_sources import Trailer, sources_path
 from megatron.data.indexed_dataset import (
     BLOCK,
     IndexedDataset,

@@ -13,16 +13,8 @@ from typing import NamedTuple, NoReturn
 from megatron import training
 from megatron.small_files import read_text
 
-from .import_finder import (
-    FOLDER,
-    MAX_BYTES,
-    MODULES,
-    NEIGHBOURS,
-    Finder,
-    Missing,
-    end,
-    importing_frame,
-)
+from .aliases import MODULES, end
+from .import_finder import FOLDER, MAX_BYTES, NEIGHBOURS, Finder, Missing, importing_frame
 
 # What cannot be here, and what to use. A name of UNUSABLE can be imported, since scripts name it
 # for runs that our flags refuse; using it is an error.

@@ -11,6 +11,7 @@ from megatron.checkpoint.sharded_reader import Reader
 from megatron.checkpoint.state import RunState
 from megatron.checkpoint.store import ASIDE
 from megatron.checksums import crc32
+from megatron.config.load_order import tries
 from megatron.config.run_directory import (
     ARGS,
     FINAL,
@@ -22,7 +23,6 @@ from megatron.config.run_directory import (
     iteration_directory,
     latest,
     read_small_file,
-    tries,
 )
 from megatron.small_files import path_inside
 
@@ -182,6 +182,6 @@ class Candidate:
 def candidates(
     path: Path | str, step: int | None = None, snapshots: Sequence[Path] = ()
 ) -> tuple[list[Candidate], list[str]]:
-    """As `run_directory.tries`."""
+    """As `tries`."""
     listed, problems = tries(path, step, snapshots)
     return [Candidate(*each) for each in listed], problems

@@ -17,9 +17,9 @@ from megatron.config import architecture, saved_flags
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.paths import of_another_suite
+from megatron.config.load_order import newest, newest_with_good_args
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
-from megatron.config.run_directory import newest, newest_with_good_args
 from megatron.config.tokenizer import TOKENIZER_FILES
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, path_inside

@@ -37,7 +37,6 @@ class OptimizerConfig:
         metavar="GLOB",
         help="train the parameters whose names match, as in decoder.layers.*.mlp.*; all others are "
         "frozen: no gradient, no optimizer state, the same bits afterwards (default: train all)",
-        dump=False,
     )
     lr: float = arg(
         None,

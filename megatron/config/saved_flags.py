@@ -17,16 +17,12 @@ from megatron.arguments import (
     config_from,
     flags_of,
     parse,
-    to_args_text,
-    values_of,
 )
+from megatron.config.args_text import FEATURES, OF_SCRIPT, VALUES
 from megatron.config.tree import Config
 from megatron.problems import Problems
 from megatron.small_files import read_text
 
-_FEATURES = "# flags of features, which change no weights:\n"
-_OF_SCRIPT = "# flags of the script:\n"
-_VALUES = "# all values: "
 # Checkpoints of version 0.1.0 and before have no values: what their defaults were, where ours are
 # others now.
 OLD_DEFAULTS: dict[str, Any] = {}
@@ -51,18 +47,6 @@ class SavedFlags:
             f"the checkpoint was saved with {', '.join(self.unknown)}, which this program does not "
             "have; what they did is not done [saved-flag-unknown]"
         ]
-
-
-def to_text(config: Config, leave_out: Sequence[str] = (), of_script: Sequence[str] = ()) -> str:
-    """The text of the file; `of_script`: flags of a script's own, as typed."""
-    values = {name: v for name, v in values_of(config).items() if name not in leave_out}
-    core = flags_of(Config).keys()
-    text = to_args_text(config, {*leave_out, *(values.keys() - core)})
-    of_features = to_args_text(config, {*leave_out, *core}).lstrip()
-    if of_features:
-        text += _FEATURES + of_features
-    text += "".join([_OF_SCRIPT * bool(of_script), *(f"{flag}\n" for flag in of_script)])
-    return f"{text}{_VALUES}{json.dumps(values)}\n"
 
 
 def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
@@ -110,8 +94,8 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
                 "[checkpoint-args-damaged]"
             ]
         )
-    passed_over = text.partition(_FEATURES)[2] or text.partition(_OF_SCRIPT)[2]
-    of_features = passed_over.partition(_VALUES)[0].replace("=", " ").split()
+    passed_over = text.partition(FEATURES)[2] or text.partition(OF_SCRIPT)[2]
+    of_features = passed_over.partition(VALUES)[0].replace("=", " ").split()
     return SavedFlags(
         config_from(tree, saved), [flag for flag in unknown.values() if flag not in of_features]
     )
@@ -119,12 +103,12 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
 
 def _values(path: Path, text: str, tree: type[Config]) -> Mapping[str, Any] | None:
     """All values, of the flags that this program has; None in a file of an older checkpoint."""
-    rows = [row for row in text.splitlines() if row.startswith(_VALUES)]
+    rows = [row for row in text.splitlines() if row.startswith(VALUES)]
     if not rows:
         return None
     flags = flags_of(tree)
     try:
-        table = json.loads(rows[-1].removeprefix(_VALUES))
+        table = json.loads(rows[-1].removeprefix(VALUES))
         return {name: _value(flags[name], v) for name, v in table.items() if name in flags}
     except (ValueError, AttributeError, RecursionError, TypeError) as error:
         raise Problems(

@@ -183,12 +183,6 @@ class TrainingConfig:
     )
     cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels")
     torch_compile: bool = arg(False, help="compile every transformer layer with torch.compile")
-    check_weight_hash_across_dp_replicas_interval: int | None = arg(
-        None,
-        minimum=1,
-        help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
-        "run ends if they differ (default: never)",
-    )
     manual_gc: bool = arg(
         False,
         help="disable Python's automatic garbage collection; collect every "

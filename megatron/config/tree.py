@@ -14,7 +14,6 @@ from megatron.config.muon import MuonConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.config.profiling import ProfilingConfig
 from megatron.config.training import TrainingConfig
 
 
@@ -47,7 +46,6 @@ class Config:
     parallel: ParallelConfig
     precision: PrecisionConfig
     kernels: KernelsConfig
-    profiling: ProfilingConfig
 
     @property
     def has_rings(self) -> bool:

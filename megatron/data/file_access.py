@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.index_arrays import IndexArrays
 from megatron.small_files import retried
 
 REMEDIES = {
@@ -135,37 +136,6 @@ def _locked(path: str) -> int:
         os.close(file)  # its owner removed it while we waited
 
 
-class IndexArrays:
-    """Index arrays by name. Those of files are pickled as paths: a spawned data worker
-    maps them itself."""
-
-    def __init__(
-        self, arrays: Mapping[str, np.ndarray], files: Mapping[str, str] | None = None
-    ) -> None:
-        self._arrays = dict(arrays)
-        self._files = dict(files or {})
-        self._maps = {path: _map_of(self._arrays[name]) for name, path in self._files.items()}
-
-    def check_files(self) -> None:
-        """Raise ValueError if a file that is mapped was cut short."""
-        for path, mapped in self._maps.items():
-            check_mapped(path, mapped)
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return self._arrays[name]
-
-    def __getstate__(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        return {
-            name: array for name, array in self._arrays.items() if name not in self._files
-        }, self._files
-
-    def __setstate__(self, state: tuple[dict[str, np.ndarray], dict[str, str]]) -> None:
-        arrays, files = state
-        IndexArrays.__init__(
-            self, arrays | {name: map_array(path) for name, path in files.items()}, files
-        )
-
-
 def map_array(path: str) -> np.ndarray:
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
 
@@ -176,3 +146,21 @@ def _map_of(array: np.ndarray) -> mmap.mmap:
     while not isinstance(base, mmap.mmap):
         base = base.base
     return base
+
+
+class MappedArrays(IndexArrays):
+    """Index arrays of `files` by name. They are pickled as paths: a spawned data worker maps them
+    itself."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        super().__init__({name: map_array(path) for name, path in files.items()})
+        self._files = dict(files)
+        self._maps = {path: _map_of(self._arrays[name]) for name, path in files.items()}
+
+    def check_files(self) -> None:
+        """See `IndexArrays`."""
+        for path, mapped in self._maps.items():
+            check_mapped(path, mapped)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, str]]]:
+        return MappedArrays, (self._files,)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from megatron import host, log
-from megatron.data.file_access import IndexArrays
+from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import TokenSpan, check_document

@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron import log
 from megatron.checksums import block_sums, file_sum, sum_of_file
-from megatron.data.file_access import IndexArrays, alone, map_array, map_file
+from megatron.data.file_access import MappedArrays, alone, map_file
+from megatron.data.index_arrays import IndexArrays
 from megatron.small_files import make_directories, read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays
@@ -70,7 +71,7 @@ class IndexCache:
             }
             if text != _with_checksums(description, sums):
                 raise ValueError("its arrays differ from their checksums")
-            return IndexArrays({name: map_array(path) for name, path in files.items()}, files)
+            return MappedArrays(files)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, EOFError) as error:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.kernels.cpu import native
 from megatron.kernels.cuda.availability import unavailable_reason as no_triton_here
-from megatron.kernels.implementation import Implementation, choose
-from megatron.kernels.rows import Row, RowSpec, no_triton, spec_of
+from megatron.kernels.implementation import Implementation
+from megatron.kernels.rows import Row, RowSpec, no_triton
 
 CHUNK_ELEMENTS = 1 << 16  # drawn and applied at a time on a CPU, so that they stay in the cache
 LAUNCH_ELEMENTS = 1 << 24  # elsewhere, where each operation is a launch
@@ -102,20 +102,6 @@ def jitter(x: Tensor, eps: float, seed: int) -> Tensor:
     noise = torch.empty(x.shape, dtype=wide, device=x.device)
     noise.uniform_(generator=seeded(x.device, seed))
     return x * noise.mul_(2 * eps).add_(1 - eps).to(x.dtype)
-
-
-def dropout(x: Tensor, p: float, seed: int | Tensor, residual: Tensor | None = None) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p) (Srivastava et al.
-    2014).
-
-    x: any shape; `seed`: an integer, also as an int64 tensor without dimensions. The
-    mask is a pure function of (seed, shape) on a kind of device; it is drawn again in backward and
-    never stored. `residual`: of the shape of x, to which the result is added.
-    """
-    assert 0.0 <= p < 1.0, f"dropout probability must be in [0, 1), got {p}"
-    if p == 0.0:
-        return x if residual is None else residual + x
-    return choose(DROPOUT, spec_of(x)).implementation.forward(x, p, seed, residual)
 
 
 def _seeded(apply: Apply) -> Callable[..., Tensor]:

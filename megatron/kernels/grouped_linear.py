@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from megatron.device import has_grouped_gemm
-from megatron.kernels.activations import swiglu
 from megatron.kernels.cpu import experts
 from megatron.kernels.cuda.availability import fused_ops
+from megatron.kernels.gated_activations import swiglu
 from megatron.kernels.linear import input_grad, linear_weight_grad, product
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from megatron.config.rope import LLAMA3_CONTEXT, LLAMA3_HIGH, LLAMA3_LOW, Yarn
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import for_each, row_blocks
-from megatron.kernels.implementation import choose
-from megatron.kernels.rows import Row, rivals, spec_of
+from megatron.kernels.rows import Row, rivals
 
 
 def rotary_tables(
@@ -92,26 +91,6 @@ def lengthened(frequencies: Tensor, base: float, yarn: Yarn) -> Tensor:
     numbers = torch.arange(channels, dtype=frequencies.dtype, device=frequencies.device)
     slow = ((numbers - first) / (last - first)).clamp(0, 1)
     return frequencies * (1 - slow + slow / yarn.factor)
-
-
-def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    fused: bool = True,
-    batch_first: bool = False,
-) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] dimensions of each head, pass the others through.
-
-    x [s, b, n, d]; cos and sin [s, dim / 2] or [s, b, dim / 2] with dim <= d. Pairs are (i, i + dim
-    / 2), or (2 i, 2 i + 1) if `interleaved`. Computed in the wider of the dtypes of x and cos,
-    returned in x's. `fused` False: operation by operation on every device. `batch_first`: on CUDA
-    the result is in memory sample by sample, as attention inside documents takes it.
-    """
-    other = x.dim() != 4 or cos.dtype not in (x.dtype, torch.float32)
-    asked = spec_of(x, no_rope_fusion=not fused, interleaved=interleaved, other_shape=other)
-    return choose(ROTARY, asked).implementation.forward(x, cos, sin, interleaved, batch_first)
 
 
 def _on_heads(x: Tensor, table: Tensor) -> Tensor:

@@ -10,19 +10,16 @@ import torch
 
 from megatron.config.tree import Config
 from megatron.device import has_fp8
-from megatron.kernels import libraries, linear_implementations
+from megatron.kernels import libraries, linear_implementations, norms
 from megatron.kernels.activations import implementations
 from megatron.kernels.attention import CHUNKS_ON_CPU, IMPLEMENTATIONS, no_flash, select
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.cross_entropy import CROSS_ENTROPY
-from megatron.kernels.delta_rule import DELTA_RULES
 from megatron.kernels.dropout import DROPOUT
 from megatron.kernels.implementation import Implementation, Spec, choose, lacking, reasons
 from megatron.kernels.kernels import KernelRow, Kernels
 from megatron.kernels.linear import compute_dtype
 from megatron.kernels.linear_implementations import LinearSpec
-from megatron.kernels.norms import NORMS
-from megatron.kernels.rotary import ROTARY
 from megatron.kernels.rows import COMPILED, spec_of
 from megatron.kernels.weight_grads import WEIGHT_GRADS, GradSpec
 
@@ -373,14 +370,18 @@ def _row_tables(
     if kernels.transformer_engine is not None:
         rows = [KernelRow(model.normalization, TRANSFORMER_ENGINE, True, "requested")]
     else:
-        rows = listed(model.normalization, NORMS[model.normalization], norm)
+        rows = listed(model.normalization, norms.implementations(model.normalization), norm)
     activation = kernels.activation(model.activation, weight)
     rows += listed(model.activation, implementations(model)[0], activation)
     if model.rotates:
+        from megatron.kernels.rotary import ROTARY
+
         ropes = map(model.rope, range(model.num_layers or 0))
         neighbours = any(rope.interleaved for rope in ropes if rope is not None)
         rows += listed("rotary", ROTARY, kernels.rotary(weight, neighbours))
     if model.num_layers and model.delta_layers:
+        from megatron.kernels.delta_rule import DELTA_RULES
+
         rows += listed("gated delta rule", DELTA_RULES, kernels.in_layers(weight))
     maths = config.precision.fp16_lm_cross_entropy
     capped = model.final_logit_softcapping is not None

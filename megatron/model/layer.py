@@ -22,10 +22,9 @@ from megatron.model.blocks.block import (
 )
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
 from megatron.model.blocks.modules import module_of
-from megatron.model.embedding import RotaryTables
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import DropoutSeeds, recompute
+from megatron.parallel.random import DropoutSeeds
 from megatron.parallel.sharding import ParameterFactory
 
 
@@ -129,6 +128,8 @@ class TransformerLayer(RowModule):
         """`residual` and a branch, from its norm to the residual stream."""
         block = getattr(self, branch.block)
         if branch.block in self.recomputed and torch.is_grad_enabled():
+            from megatron.parallel.recompute import recompute
+
             y = recompute(block, x, inputs, seeds)
         elif isinstance(block, BlockModule):
             y = block(x, inputs, seeds)
@@ -218,9 +219,11 @@ class Decoder(nn.Module):
         )
         self.moe_layers = [i for i in layers if config.is_moe_layer(i)]
         ropes = dict.fromkeys(config.layer(i).rope for i in layers)
-        self.rotary: Any = nn.ModuleList(
-            RotaryTables(config, rope, dtype, device) for rope in ropes if rope is not None
-        )
+        self.rotary: Any = nn.ModuleList()
+        for rope in filter(None, ropes):
+            from megatron.model.rotary_tables import RotaryTables
+
+            self.rotary.append(RotaryTables(config, rope, dtype, device))
         self.chunks = recompute.chunks(len(layers))
         self.group = ctx.tp.group
         self.transformer_engine = kernels.transformer_engine
@@ -262,6 +265,8 @@ class Decoder(nn.Module):
         # Of a recomputed chunk of layers only its input is kept.
         for start, stop, recomputed in self.chunks:
             if recomputed and torch.is_grad_enabled():
+                from megatron.parallel.recompute import recompute
+
                 x = recompute(run, x, start, stop)
             else:
                 x = run(x, start, stop)

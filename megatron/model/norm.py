@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from megatron.config.model_flags import ModelFlags
+from megatron.kernels import norms
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.norms import NORMS
 from megatron.kernels.rows import RowModule
 from megatron.parallel.sharding import ParameterFactory
 
@@ -26,7 +26,7 @@ class Norm(RowModule):
         # (x [..., width], weight [width], bias [width] where the norm has one) -> [..., width]
         self.choose(
             "compute",
-            NORMS[config.normalization],
+            norms.implementations(config.normalization),
             spec,
             eps=config.norm_epsilon,
             zero_centered=config.apply_layernorm_1p,

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.muon import COEFFICIENTS, MuonConfig, at_a_time
+from megatron.config.muon import COEFFICIENTS, MuonConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.plan.muon_matrices import at_a_time
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.optimizer import adam
 from megatron.parallel.collectives import all_gather, my_slice

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.kernels import functional
+from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.implementation import choose
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.linear import FEW_MULTIPLICATIONS
+from megatron.kernels.linear import FEW_MULTIPLICATIONS, TpComm
 from megatron.kernels.linear_implementations import (
     IMPLEMENTATIONS,
     Gemms,
@@ -42,7 +42,7 @@ def _linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    tp_comm: functional.TpComm | None = None,
+    tp_comm: TpComm | None = None,
     *,
     accumulate: bool = True,
 ) -> torch.Tensor:
@@ -70,17 +70,17 @@ def _as_matrices(
     return weight, bias
 
 
-def _tp_comm(ctx: ParallelContext) -> functional.TpComm | None:
+def _tp_comm(ctx: ParallelContext) -> TpComm | None:
     """From this rank's input of a layer split by output feature to the whole one, and back with its
     gradient."""
     tp = ctx.tp
     if tp.size == 1:
         return None
     if ctx.sequence_parallel:
-        return functional.TpComm(
+        return TpComm(
             lambda x: start_all_gather(x, tp), lambda grad: start_reduce_scatter(grad, tp)
         )
-    return functional.TpComm(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
+    return TpComm(lambda x: lambda: x, lambda grad: start_all_reduce(grad, tp))
 
 
 class _Embedding(torch.autograd.Function):
@@ -281,7 +281,7 @@ def vocab_parallel_cross_entropy(
     rows = logits.view(s * b, v)
     ids = labels.t().reshape(s * b)
     if tp.size == 1:
-        loss = functional.cross_entropy(rows, ids, vocab_size=vocab_size, **options)
+        loss = cross_entropy(rows, ids, vocab_size=vocab_size, **options)
     else:
         from megatron.parallel.cross_entropy import parallel_cross_entropy
 

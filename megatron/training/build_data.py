@@ -12,11 +12,7 @@ from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
-from megatron.data.data_order import (
-    data_order_differences,
-    data_order_fingerprint,
-    only_amount_of_validation,
-)
+from megatron.data.data_order import data_order_fingerprint
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
@@ -217,6 +213,8 @@ def order_change(
     ValueError for a change that was not requested."""
     if not saved or config.training.skip_train:
         return None
+    from megatron.data.order_change import data_order_differences, only_amount_of_validation
+
     changed = data_order_differences(saved, order, config.data.continue_data_mix)
     if not changed:
         return None

@@ -3,7 +3,7 @@ the same gradients each time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron import device as devices
 from megatron.kernels.cuda_graph import Graphs, NotStatic
-from megatron.parallel.random import DropoutSeeds, StaticSeeds
+from megatron.parallel.random import DropoutSeeds, Place
 from megatron.training.batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -93,3 +93,24 @@ def micro_batch_graphs(
             "host; omit the flag [cuda-graph-cannot-hold]"
         )
     return MicroBatchGraphs(model, buffers, device, kernels.cuda_graph_warmup_steps)
+
+
+class StaticSeeds(DropoutSeeds):
+    """Those at `places` of one micro-batch after another in the same memory of a device, `values`,
+    which a CUDA graph reads."""
+
+    def __init__(self, places: Iterable[Place], device: torch.device):
+        self._rows = {place: row for row, place in enumerate(places)}
+        self.values = torch.zeros(len(self._rows), dtype=torch.int64, device=device)
+
+    def on_host(self, seeds: DropoutSeeds) -> torch.Tensor:
+        """Those of a micro-batch, to be copied into `values`."""
+        return torch.tensor([seeds.seed(*place) for place in self._rows], dtype=torch.int64)
+
+    def seed(self, layer: int, site: str, tp_part: int = 0) -> int:
+        """Raises NotStatic: a graph would draw the same mask each time."""
+        raise NotStatic(f"the seed of {site} in layer {layer} is a number of Python's")
+
+    def tensor(self, layer: int, site: str, tp_part: int = 0) -> torch.Tensor:
+        """As of any, on the device."""
+        return self.values[self._rows[layer, site, tp_part]]

@@ -30,14 +30,6 @@ def build_hooks(
         from megatron.training.launch.hang_watch import HangWatch
 
         hooks.append(HangWatch(monitor, monitor.limits, run))
-    if config.profiling.profile:
-        from megatron.training.profiler import Profiling
-
-        hooks.append(Profiling(config, run.model, run.runtime.rank, run.runtime.device))
-    if config.training.check_weight_hash_across_dp_replicas_interval:
-        from megatron.training.weight_check import WeightComparison
-
-        hooks.append(WeightComparison(run))
     if run.plan.own_model:
         from megatron.training.weight_check import OwnModelChecks
 

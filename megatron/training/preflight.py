@@ -21,7 +21,7 @@ from megatron.checkpoint.state import RunState
 from megatron.config import command_line
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
-from megatron.config.run_directory import ARGS, STATE, newest_with_good_args, vouched_file
+from megatron.config.run_directory import ARGS, STATE, vouched_file
 from megatron.config.skip_ranges import may_skip
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -99,6 +99,8 @@ def _folder(line: CommandLine) -> Path | None:
     fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
     if c.load is None or fetched:
         return None
+    from megatron.config.load_order import newest_with_good_args
+
     return newest_with_good_args(c.load, c.ckpt_step, c.slots_of(c.load))
 
 

@@ -19,7 +19,12 @@ from tools.shared.program import said
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("megatron", "addons", "bench", "tools", "pretrain_gpt.py")
-READ_BEFORE_TORCH = ("megatron/config/", "megatron/arguments.py", "megatron/launcher.py")
+READ_BEFORE_TORCH = (
+    "megatron/config/",
+    "megatron/arguments.py",
+    "megatron/extra_arguments.py",
+    "megatron/launcher.py",
+)
 # Codes that no command line of tests/core/config/checks/cases.txt provokes, and why.
 NO_COMMAND_LINE = {
     "extra-flag-taken": "comes from a script",

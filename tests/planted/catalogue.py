@@ -291,7 +291,7 @@ BUGS = {
         "campaign",
     ),
     "the gate of gpt-oss clamped on both sides": Bug(
-        "megatron.kernels.activations.sigmoid_glu",
+        "megatron.kernels.gated_activations.sigmoid_glu",
         "gate.clamp(max=clamp)",
         "gate.clamp(-clamp, clamp)",
         "tests/core/model/test_moe.py::test_biases_of_router_and_experts[False]",

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.data.document_sources import DocumentSources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.parts.part_set import joined_note
 from megatron.data.preprocess import readers, resumable_writer, unpack
 from tests.core.data.vocabularies import write_bpe
 from tests.load_tool import exit_code, load_tool
 from tests.tools.kills import status_of_killed
+from tests.tools.raw_sources import RawSources
 from tests.tools.tokenizers.plain_bpe import PlainBPE
 
 PREPROCESS = load_tool("preprocess_data")
@@ -192,10 +192,9 @@ def stored(prefix: Path) -> list[list[list[int]]]:
     ]
 
 
-def check_sources(prefix: Path, expected: list[Document], in_parts: bool) -> None:
+def check_sources(sources: Any, expected: list[Document], in_parts: bool) -> None:
     """Each document has its place and its record, and each id its documents. Of a part, which
     begins somewhere in a file, lines may not be known."""
-    sources = DocumentSources(str(prefix))
     assert len(sources) == len(expected)
     by_id: dict[str, list[int]] = {}
     for number, document in enumerate(expected):
@@ -292,7 +291,7 @@ def test_a_random_corpus_is_what_the_reference_makes_of_it(
         assert said["tokens"] == sum(len(one) for document in made for one in document)
         assert said["text_bytes"] == sum(ids.size(one.texts[key]) for one in expected)
         if kept:
-            check_sources(prefix, expected, in_parts=way == "tasks")
+            check_sources(RawSources(prefix), expected, in_parts=way == "tasks")
     noted = [path.read_text() for path in (tmp_path / "out").rglob("*bad_records.jsonl")]
     notes = [json.loads(line) for text in noted for line in text.splitlines()]
     places = {

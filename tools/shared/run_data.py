@@ -13,8 +13,9 @@ import numpy as np
 from megatron.checkpoint.skip_log import Position, Skips
 from megatron.config import command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.load_order import newest
 from megatron.config.plan.plan import Plan, make_plan
-from megatron.config.run_directory import iteration_directory, iterations, newest
+from megatron.config.run_directory import iteration_directory, iterations
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash

@@ -13,20 +13,20 @@ import pytest
 from megatron.addons.datasets import inspect_data as INSPECT
 from megatron.addons.datasets import merge_datasets as MERGE
 from megatron.addons.datasets.original import original_record
-from megatron.data.document_sources import DocumentSources
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.parts.part_set import joined_note
-from megatron.data.tokenizers import metadata
-from tests import problems
-from tests.core.data.test_pair_checksums import VOCAB, flips, prefix  # noqa: F401
-from tests.load_tool import exit_code, load_tool
-from tests.tools.test_document_sources import (  # noqa: F401
+from megatron.addons.datasets.source_reader import DocumentSources
+from megatron.addons.datasets.tests.test_document_sources import (  # noqa: F401
     KEEP,
     corpus,
     preprocess,
     small_blocks,
     write_jsonl,
 )
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.parts.part_set import joined_note
+from megatron.data.tokenizers import metadata
+from tests import problems
+from tests.core.data.test_pair_checksums import VOCAB, flips, prefix  # noqa: F401
+from tests.load_tool import exit_code, load_tool
 from tests.tools.test_preprocess_chat import BYTES, CONVERSATIONS, EXPECTED, GOOD, run
 from tests.tools.test_preprocess_reference import KEEP as KEYS
 from tests.tools.test_preprocess_reference import Corpus, check_sources, stored
@@ -189,6 +189,6 @@ def test_a_random_corpus_leads_back_to_its_records_and_is_joined(seed, tmp_path)
         assert original_record(sources.document(number)) == document.record.rstrip("\r\n")
     assert exit_code(MERGE.main, "--input", parts, "--output-prefix", tmp_path / "one") == 0
     assert stored(tmp_path / "one") == stored(parts)
-    check_sources(tmp_path / "one", made.documents, in_parts=True)
+    check_sources(DocumentSources(str(tmp_path / "one")), made.documents, in_parts=True)
     note = json.loads((tmp_path / "one.json").read_text())
     assert joined_note(str(parts)).items() <= note.items()

@@ -12,7 +12,7 @@ from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.tree import Config
 from megatron.features.registry import RunConfig
-from megatron.training.logging import argument_dump
+from megatron.training.logging.printed_arguments import start_lines
 from tests.forkrun import ROOT
 from tests.problems import assert_problem
 
@@ -88,9 +88,7 @@ def seed_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> command_line.C
 
 def dump_of(line: command_line.CommandLine) -> dict[str, str]:
     """{name: value} of the dump that a run prints."""
-    text = next(
-        text for text in argument_dump.start_lines(line, "gloo") if "end of arguments" in text
-    )
+    text = next(text for text in start_lines(line, "gloo") if "end of arguments" in text)
     return {row.split()[0]: row.split(" ", 4)[4] for row in text.splitlines()[1:-1]}
 
 
@@ -98,9 +96,7 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
     """Every line of ours stands in the seed's, in its order; only names of models not trained here
     are left out."""
     seed = [row.rstrip() for row in (GOLDEN / "seed_dump.txt").read_text().splitlines()]
-    text = next(
-        text for text in argument_dump.start_lines(seed_line, "gloo") if "end of arguments" in text
-    )
+    text = next(text for text in start_lines(seed_line, "gloo") if "end of arguments" in text)
     ours = [row.rstrip() for row in text.splitlines()]
     assert ours == [row for row in seed if row in set(ours)]
     left_out = {row.split()[0] for row in seed if row not in set(ours)}
@@ -114,7 +110,7 @@ def test_the_seeds_command_line_gives_the_seeds_dump(seed_line):
 
 
 def test_the_first_lines_are_megatrons(seed_line):
-    lines = argument_dump.start_lines(seed_line, "gloo")
+    lines = start_lines(seed_line, "gloo")
     assert lines[0] == (
         "using world size: 1, data-parallel size: 1, context-parallel size: 1 "
         "tensor-model-parallel size: 1, pipeline-model-parallel size: 1 "
@@ -125,7 +121,7 @@ def test_the_first_lines_are_megatrons(seed_line):
         lines[2].splitlines()[-1] == "-------------------- end of arguments ---------------------"
     )
     assert lines[3:] == ["setting number of micro-batches to constant 2"]
-    lines = argument_dump.start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
+    lines = start_lines(read(GOOD + " --bf16", WORLD_SIZE="4", RANK="0"), "gloo")
     assert lines[1:4] == [
         "setting global batch size to 8",
         "accumulate and all-reduce gradients in fp32 for bfloat16 data type.",
@@ -293,7 +289,7 @@ def test_what_a_checkpoint_sets_is_said_in_megatrons_words(tmp_path):
 def test_print_arguments_with_megatrons_format(flags, dumped, changed):
     words = f"{GOOD} {flags}".split()
     line = command_line.read(words, {}, tree=RunConfig)
-    text = "\n".join(argument_dump.start_lines(line, "gloo"))
+    text = "\n".join(start_lines(line, "gloo"))
     assert text.count("end of arguments") == dumped and text.count("--num-layers 2") == changed
 
 

@@ -15,7 +15,7 @@ from megatron.addons.object_storage.tests.s3_server import serving
 from megatron.checkpoint import reading, retention, skip_log, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
-from megatron.config import run_directory
+from megatron.config import load_order, run_directory
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged
 from megatron.config.history import History
 from megatron.training.checkpointing import one_history
@@ -327,7 +327,7 @@ def test_a_snapshot_of_a_branch_that_was_left_hides_none_of_this_one(files_as_st
         Remote(f"{url}/{slot}").upload(tmp_path / str(iteration), iteration)
     checkpoint(save, 4, own)
     run_directories.fetch_snapshot(url, str(tmp_path / "there"), str(save))
-    tries, _ = run_directory.tries(save, None, run_directory.slots(tmp_path / "there"))
+    tries, _ = load_order.tries(save, None, run_directory.slots(tmp_path / "there"))
     assert [each.step for each in tries] == [5, 4, 2]
 
 

@@ -28,8 +28,9 @@ from megatron.training.result import IterationResult, Requests
 from megatron.training.run import Run
 from megatron.training.step import ForwardStep, forward_backward
 from megatron.training.step_sums import StepSums
-from megatron.training.weight_check import compare_weights, weight_hashes
+from megatron.training.weight_check import weight_hashes
 
+from ..weights.hook import compare_weights
 from .repeated_sums import RepeatedSum, UnitSums, reduce_twice
 
 

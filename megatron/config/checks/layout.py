@@ -20,7 +20,6 @@ _GRADIENTS = {
     "torch_compile": False,
     "zero_partition": "even",
 }
-_WEIGHTS = {"check_weight_hash_across_dp_replicas_interval": None}
 
 
 def rule(f: Facts) -> Iterator[str]:
@@ -60,7 +59,7 @@ def _sharding(f: Facts) -> Iterator[str]:
     p = f.config.parallel
     if not p.shares_gradients:
         return
-    for name, off in (_GRADIENTS | _WEIGHTS if p.shares_weights else _GRADIENTS).items():
+    for name, off in _GRADIENTS.items():
         if f[name] != off:
             yield (
                 f"{f.say(name)}: not supported with {f.say('data_parallel_sharding_strategy')}; "

@@ -15,7 +15,7 @@ from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.checks.listing import as_number, listing
 from megatron.config.data import DataConfig
-from megatron.config.run_directory import FINAL, MANIFEST, TRACKER, newest
+from megatron.config.run_directory import FINAL, MANIFEST, TRACKER
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, safe_name
 
@@ -294,6 +294,8 @@ def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
 
 
 def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
+    from megatron.config.load_order import newest
+
     first = newest(load)
     if first is None and os.path.isfile(os.path.join(load, "config.json")):
         return f"hf-import {shlex.quote(load)} DIR"

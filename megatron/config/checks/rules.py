@@ -207,7 +207,6 @@ _RULES = (
     schedule.learning_rate,
     model.recompute,
     _local_copies,
-    services.profiling,
     services.skipped,
     _kernels,
 )

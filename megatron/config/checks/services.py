@@ -1,26 +1,7 @@
-"""Rules of saving, profiling and skipped iterations."""
-
-from collections.abc import Iterator
+"""Rules of skipped iterations."""
 
 from megatron.config.checks.batch import schedule_of
 from megatron.config.checks.facts import Facts
-
-
-def profiling(f: Facts) -> Iterator[str]:
-    """What --profile needs."""
-    if f["profile"] and f.ok("profile_step_start", "profile_step_end"):
-        if f["profile_step_end"] <= f["profile_step_start"]:
-            yield (
-                f"{f.say('profile_step_end')}: profiles no iteration, because "
-                f"{f.say('profile_step_start')} is not less; iterations start + 1 to end are "
-                "profiled [profile-steps-empty]"
-            )
-        for rank in f["profile_ranks"]:
-            if not 0 <= rank < f.world_size:
-                yield (
-                    f"--profile-ranks {rank}: there are ranks 0 to {f.world_size - 1} "
-                    "[value-out-of-range]"
-                )
 
 
 def skipped(f: Facts) -> list[str]:

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron.arguments import to_args_text
-from megatron.config.muon import stacks
 from megatron.config.plan import fit
 from megatron.config.plan.fit import GIB
 from megatron.config.plan.plan import (
@@ -195,6 +194,8 @@ def _by_muon_text(config: Config, plan: Plan) -> str:
     """Of an optimizer with two rules, the weights that each updates."""
     if config.optimizer.optimizer != "muon":
         return ""
+    from megatron.config.plan.muon_matrices import stacks
+
     chosen = [spec for spec in plan.trained if by_muon(config, spec)]
     count = sum(
         stack.number for spec in chosen for stack in stacks(config.muon, spec.matrices, spec.shape)

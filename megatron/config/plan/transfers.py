@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from megatron.config.muon import at_a_time
 from megatron.config.plan.buckets import UnitName, unit_of
 from megatron.config.plan.costs import MicroBatchSizes
+from megatron.config.plan.muon_matrices import at_a_time
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.parameters import Chunk
 from megatron.config.plan.plan import (

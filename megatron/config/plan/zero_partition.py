@@ -4,8 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron.config.muon import MuonConfig, stacks
+from megatron.config.muon import MuonConfig
 from megatron.config.plan.buckets import Owners, Partition, Shared
+from megatron.config.plan.muon_matrices import stacks
 
 SLACK = 101, 100  # a rank is full with this share of the mean: 1.01
 

@@ -11,8 +11,8 @@ import numpy as np
 from megatron import log
 from megatron.config.checks.data_paths import blend_words
 from megatron.data.blend.splits import SPLITS, Blend, normalize
-from megatron.data.file_access import IndexArrays
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
+from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.plan_table import Row

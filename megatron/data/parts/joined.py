@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.data.file_access import IndexArrays
+from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_cache import IndexCache
 from megatron.data.parts.part_set import read_plan
 from megatron.data.token_bytes import TokenBytes, open_tokens

@@ -12,13 +12,7 @@ from megatron.config import command_line
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.command_line import CommandLine
 from megatron.config.history import History
-from megatron.config.run_directory import (
-    FINAL,
-    TRACKER,
-    RunDirectory,
-    identified,
-    newest_with_good_args,
-)
+from megatron.config.run_directory import FINAL, TRACKER, RunDirectory, identified
 from megatron.config.skip_ranges import FILE_NAME
 
 SUFFIX = "other-history"
@@ -98,6 +92,8 @@ def begins_at(line: CommandLine) -> tuple[bool, History | None]:
     c = line.config.checkpoint
     if c.load is None or c.finetune:
         return True, None
+    from megatron.config.load_order import newest_with_good_args
+
     folder = newest_with_good_args(c.load, c.ckpt_step, c.slots_of(c.load))
     if folder is not None:
         own = identified(folder)

@@ -15,7 +15,7 @@ from megatron.checkpoint import store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import OWN_MODEL, RunState
-from megatron.config import saved_flags
+from megatron.config import args_text
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run_directory import latest
 from megatron.parallel.collectives import gather_objects
@@ -41,7 +41,7 @@ class Constants:
 def constants_of(run: Run) -> Constants:
     """To be made once."""
     return Constants(
-        saved_flags.to_text(run.config, ("local_rank",), run.script_flags),
+        args_text.to_text(run.config, ("local_rank",), run.script_flags),
         layout_of(run.runtime),
         hardware(run.kernels, run.runtime.device),
         flops_per_sample(run.config, run.plan),

@@ -41,7 +41,7 @@ def print_arguments(line: CommandLine, backend: str) -> None:
     """What Megatron prints first, up to its table of arguments; not with --log-format short.
     `backend` is that of the process groups."""
     if not line.config.logging.is_short:
-        from megatron.training.logging.argument_dump import start_lines
+        from megatron.training.logging.printed_arguments import start_lines
 
         for text in start_lines(line, backend):
             log.print_rank_0(text)
@@ -79,7 +79,7 @@ def opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str) -> li
         lines.append(" arguments that differ from their defaults")
         lines += report.changed_arguments(config)
     elif config.logging.printed_arguments == "all":
-        from megatron.training.logging.argument_dump import printed_arguments
+        from megatron.training.logging.printed_arguments import printed_arguments
 
         lines += printed_arguments(line, plan, backend)
     return [*lines, *report.noted([*line.notes, *hints(config, runtime.device)])]

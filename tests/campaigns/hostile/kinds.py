@@ -18,7 +18,6 @@ from megatron.checkpoint.reading import candidates
 from megatron.config import command_line
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
 from megatron.data.chat.templates import find_template
-from megatron.data.document_sources import DocumentSources
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
@@ -153,19 +152,6 @@ def read_texts(folder: Path) -> list[list[list[int]]]:
         for first, end in itertools.pairwise(corpus.document_indices.tolist())
     ]
     return [document for document in documents if document]
-
-
-def make_sources(folder: Path) -> None:
-    make_texts(folder)
-    words = ("--tokenizer-type", "NullTokenizer", "--vocab-size", oracles.VOCAB)
-    preprocess(folder, *words, "--max-bad-records", 9, "--metadata-keys", "n", "url")
-
-
-def read_sources(folder: Path) -> list[Any]:
-    prefix = str(folder / "x_text_document")
-    verify_tokens(prefix)
-    sources = DocumentSources(prefix)
-    return [sources.document(number)["fields"] for number in range(len(sources))]
 
 
 def read_chat_data(folder: Path) -> bytes:
@@ -420,7 +406,6 @@ KINDS = [
         cost=0.25,
         oracle=oracles.texts,
     ),
-    Kind("sources", make_sources, read_sources, ("*.sources",), checksummed=True),
     Kind(
         "chat records",
         make_chat_data,

@@ -8,7 +8,7 @@ import pytest
 
 from megatron import arguments
 from megatron.arguments import config_from, flags_of, to_args_text, values_of
-from megatron.config import saved_flags
+from megatron.config import args_text, saved_flags
 from megatron.config.tree import Config, with_features
 from megatron.problems import Problems
 from tests.core.config.checks.checked_flags import BASE, PARSER
@@ -20,7 +20,7 @@ CONFIG = config_from(Config, TYPED)
 
 
 def written(folder: Path, config: Config = CONFIG, more: str = "") -> Path:
-    (folder / "args").write_text(more + saved_flags.to_text(config))
+    (folder / "args").write_text(more + args_text.to_text(config))
     return folder / "args"
 
 
@@ -70,7 +70,7 @@ def test_another_default_of_a_later_release_is_no_other_model(tmp_path, monkeypa
 @pytest.mark.parametrize("form", ["with values", "older"])
 def test_a_value_that_a_feature_added_is_passed_over_without_it(tmp_path, form):
     """But not one that changes weights."""
-    text = saved_flags.to_text(CONFIG).replace('"log_format": "short"', '"log_format": "waves"')
+    text = args_text.to_text(CONFIG).replace('"log_format": "short"', '"log_format": "waves"')
     text = "--log-format waves\n" + text
     path = tmp_path / "args"
     path.write_text(text if form == "with values" else text.partition("# all")[0])

@@ -10,9 +10,10 @@ from megatron.config.data import DataConfig
 from megatron.data.blend.blended_dataset import BlendedDataset
 from megatron.data.build import read_blends
 from megatron.data.cyclic_sampler import CyclicSampler
-from megatron.data.data_order import data_order_differences, data_order_fingerprint
+from megatron.data.data_order import data_order_fingerprint
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.order_change import data_order_differences
 from megatron.data.sampler import SequentialSampler
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from megatron.kernels.activations import SIGMOID_GLU
 from megatron.kernels.cpu import blocking, native
-from megatron.kernels.functional import bias_gelu, geglu, gelu, squared_relu, swiglu
+from megatron.kernels.gated_activations import SIGMOID_GLU
 from megatron.kernels.implementation import choose
 from megatron.kernels.rows import spec_of
+from tests.core.kernels.functional import bias_gelu, geglu, gelu, squared_relu, swiglu
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

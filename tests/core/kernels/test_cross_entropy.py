@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from megatron.kernels import cross_entropy as module
 from megatron.kernels.cpu import native
 from megatron.kernels.cross_entropy import RowOutputs
-from megatron.kernels.functional import cross_entropy
 from megatron.parallel.cross_entropy import parallel_cross_entropy
+from tests.core.kernels.functional import cross_entropy
 
 ROWS = 11
 COLUMNS = 16

@@ -6,7 +6,7 @@ import torch
 
 from megatron.kernels.cpu import native
 from megatron.kernels.dropout import CHUNK_ELEMENTS, DropoutBits
-from megatron.kernels.functional import dropout
+from tests.core.kernels.functional import dropout
 
 CPU = torch.device("cpu")
 MANY = 3 * CHUNK_ELEMENTS + 17  # several chunks and a short last one that is no multiple of a draw

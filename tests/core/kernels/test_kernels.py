@@ -10,9 +10,9 @@ from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import flash_attention, rows, select, transformer_engine
 from megatron.kernels import libraries as loading
-from megatron.kernels.activations import ACTIVATIONS
 from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cuda import apex
+from megatron.kernels.gated_activations import GATED
 from megatron.kernels.kernels import Kernels
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.rotary import ROTARY
@@ -183,7 +183,7 @@ def test_what_was_asked_for_reaches_the_layers(everything):
         False, transformer_engine.Fp8("e4m3", "tensorwise")
     )
     layer = tiny_model(kernels=chosen, swiglu=True).decoder.layers["0"]
-    assert layer.mlp.activation is ACTIVATIONS["swiglu"][-1].forward
+    assert layer.mlp.activation is GATED["swiglu"][-1].forward
     assert layer.self_attention.rotate.func is ROTARY[-1].forward
     assert isinstance(layer.mlp.linear_fc1.engine, transformer_engine.Linear)
 

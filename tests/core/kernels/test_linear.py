@@ -5,7 +5,7 @@ import torch
 
 from megatron.kernels import linear as module
 from megatron.kernels import weight_grads
-from megatron.kernels.functional import linear, linear_weight_grad
+from tests.core.kernels.functional import linear, linear_weight_grad
 
 LOW = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float64, torch.float32, *LOW]

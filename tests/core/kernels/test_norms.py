@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.kernels.cpu import blocking, native
-from megatron.kernels.functional import layer_norm, rms_norm
+from tests.core.kernels.functional import layer_norm, rms_norm
 
 EPS = 1e-3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -4,10 +4,11 @@ docs/gpu.md."""
 import pytest
 import torch
 
-from megatron.kernels import functional, grouped_linear, transformer_engine
+from megatron.kernels import grouped_linear, transformer_engine
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import apex
 from megatron.kernels.kernels import Kernels
+from tests.core.kernels import functional
 from tests.core.kernels.attend import attention
 from tests.core.kernels.attention_formula import cut
 from tests.core.model.tiny import MODELS, tiny_model, tokens

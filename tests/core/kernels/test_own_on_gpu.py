@@ -6,7 +6,6 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels import functional
 from megatron.kernels.cross_entropy import cross_entropy
 from megatron.kernels.cu_seqlens import with_lengths
 from megatron.kernels.fp8 import (
@@ -20,6 +19,7 @@ from megatron.kernels.kernels import Kernels
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.fp8 import LayerScaling, delayed_scaling
+from tests.core.kernels import functional
 from tests.core.kernels.attend import attention
 from tests.core.kernels.attend import block as make_block
 from tests.core.kernels.attention_formula import documents, formula, inputs

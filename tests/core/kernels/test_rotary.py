@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron.kernels.cpu import blocking, native
-from megatron.kernels.functional import apply_rotary, rotary_tables
 from megatron.kernels.rotary import slowed
+from tests.core.kernels.functional import apply_rotary, rotary_tables
 
 S = 9
 B = 2

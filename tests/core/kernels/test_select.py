@@ -5,12 +5,13 @@ import torch
 
 from megatron.arguments import config_from
 from megatron.config.tree import Config
-from megatron.kernels import activations, functional, linear, linear_implementations, rows, select
+from megatron.kernels import gelu, linear, linear_implementations, rows, select
 from megatron.kernels.attention import IMPLEMENTATIONS
 from megatron.kernels.cpu import bf16_attention, blocking, native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.logging import preamble
 from tests import problems
+from tests.core.kernels import functional
 
 CPU = torch.device("cpu")
 TITLES = {each.name: each.title for each in IMPLEMENTATIONS}
@@ -94,7 +95,7 @@ def test_the_row_that_is_on_is_what_autograd_sees(
     monkeypatch, cpu_pays_off, built, values, operation, call
 ):
     monkeypatch.setattr(rows, "pays_off", lambda _: cpu_pays_off)
-    monkeypatch.setattr(activations, "FEW", 0)
+    monkeypatch.setattr(gelu, "FEW", 0)
     called = []
     real = native._call
     monkeypatch.setattr(native, "_call", lambda *arguments: called.append(real(*arguments)))

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from megatron.arguments import config_from
-from megatron.config.muon import MuonConfig, stacks
+from megatron.config.muon import MuonConfig
 from megatron.config.plan.costs import MicroBatchSizes
+from megatron.config.plan.muon_matrices import stacks
 from megatron.config.plan.parameters import parameter_table
 from megatron.config.plan.plan import make_plan
 from megatron.config.tree import Config

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.config.muon import MuonConfig, stacks
+from megatron.config.muon import MuonConfig
+from megatron.config.plan.muon_matrices import stacks
 from megatron.config.plan.parameters import parameter_table
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.engine import Engine

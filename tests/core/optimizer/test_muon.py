@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.config.muon import COEFFICIENTS, MuonConfig, Stack, stacks
+from megatron.config.muon import COEFFICIENTS, MuonConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plan.muon_matrices import Stack, stacks
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.parameters import parameter_table
 from megatron.optimizer.muon import Muon, neuron_moments, normalized, orthogonalize

@@ -4,8 +4,8 @@ import itertools
 
 import torch
 
-from megatron.kernels.functional import dropout
 from megatron.parallel.random import DropoutSeeds, dropout_seed
+from tests.core.kernels.functional import dropout
 
 
 def test_seeds_never_change():

@@ -13,7 +13,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.parallel import ring_attention as module
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import recompute
+from megatron.parallel.recompute import recompute
 from megatron.parallel.ring_attention import ring_attention
 from megatron.parallel.zigzag import chunks_of
 from tests.core.kernels.attention_formula import SCALE, documents, formula, inputs

@@ -11,7 +11,7 @@ from megatron.kernels.attention import attention
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.parallel.collectives import my_slice
 from megatron.parallel.context import ParallelContext
-from megatron.parallel.random import recompute
+from megatron.parallel.recompute import recompute
 from megatron.parallel.ring_attention import ring_attention
 from megatron.parallel.ulysses import by_heads, by_positions
 from megatron.parallel.zigzag import chunks_of

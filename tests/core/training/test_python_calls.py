@@ -6,7 +6,7 @@ from types import FrameType
 import pytest
 import torch
 
-from megatron.kernels import activations, attention, qkv
+from megatron.kernels import attention, gelu, qkv
 from megatron.kernels.cpu import native
 from megatron.parallel import layers
 from megatron.training import step
@@ -45,7 +45,7 @@ def calls_of_a_step(monkeypatch: pytest.MonkeyPatch, **flags: object) -> float:
 def take_all_for_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations of large layers, whatever the sizes."""
     monkeypatch.setattr(layers, "FEW_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(activations, "FEW", 0)
+    monkeypatch.setattr(gelu, "FEW", 0)
     monkeypatch.setattr(qkv, "FEW", 0)
     monkeypatch.setattr(attention, "CPP_FROM", 0)
 

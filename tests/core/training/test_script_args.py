@@ -16,7 +16,7 @@ from megatron.config.plan.plan import make_plan
 from megatron.config.script import Script
 from megatron.features.registry import RunConfig
 from megatron.training import get_args
-from megatron.training.logging.argument_dump import dump
+from megatron.training.logging.printed_arguments import dump
 from megatron.training.run import Progress
 from megatron.training.script_args import Arguments
 from tests.forkrun import run_ranks

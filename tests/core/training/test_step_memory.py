@@ -7,13 +7,13 @@ import torch.nn.functional as F
 
 from megatron.config.plan.costs import chunk_activations
 from megatron.kernels import cross_entropy as loss_module
-from megatron.kernels import functional
 from megatron.kernels.cpu import native
 from megatron.kernels.linear import BLOCK_ELEMENTS
 from megatron.parallel.cross_entropy import parallel_cross_entropy
 from megatron.training.batch import MicroBatch
 from megatron.training.run import Run
 from megatron.training.step import train_step
+from tests.core.kernels import functional
 from tests.core.training.tiny_run import make_run
 from tests.live_memory import LiveMemory
 from tests.runs import plot

@@ -58,15 +58,6 @@ def test_tags_of_a_run(text, tmp_path):
     assert [value for _, value in points(found, "loss/valid")] == pytest.approx(losses, rel=1e-6)
 
 
-def test_profiles_are_among_the_events(tmp_path):
-    board = tmp_path / "board"
-    words = "--train-iters 4 --mock-data --profile --use-pytorch-profiler --profile-step-start 1"
-    shown = ["--profile-step-end", "3", "--tensorboard-dir", str(board)]
-    train(tmp_path / "run", [*SMALL, *words.split(), *shown])
-    profiles = [path.name for path in board.rglob("*.pt.trace.json.gz")]
-    assert profiles == ["rank0_iterations_2_3.pt.trace.json.gz"]
-
-
 def test_metrics_of_the_forward_step_and_memory_where_it_is_asked_for():
     scalars = []
 

@@ -11,20 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.kernels import functional
 from megatron.kernels.attention import select, unfit
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec, Forward
 from megatron.kernels.block_attention import KeyBlock, block_maxima
 from megatron.kernels.implementation import lacking
 from megatron.kernels.kernels import Kernels
-from megatron.kernels.rotary import ROTARY
+from megatron.kernels.qkv import split_qkv
 from megatron.model.blocks.attention.facts import Attention
 from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Seeds
 from megatron.model.norm import Norm
 from megatron.parallel.collectives import gather_sequence, my_slice
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.random import recompute as recomputed
 from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:
@@ -116,8 +114,11 @@ class SelfAttention(BlockModule):
             return AllHeadsNorm(config, params.scope(name), ctx.tp)
 
         self.linear_qkv = ColumnParallelLinear.named("linear_qkv", params, ctx, kernels)
-        rotary = kernels.rotary(self.linear_qkv.weight, config.rotary_interleaved)
-        self.choose("rotate", ROTARY, rotary, interleaved=config.rotary_interleaved)
+        if self.facts.rope is not None:
+            from megatron.kernels.rotary import ROTARY
+
+            rotary = kernels.rotary(self.linear_qkv.weight, config.rotary_interleaved)
+            self.choose("rotate", ROTARY, rotary, interleaved=config.rotary_interleaved)
         self.norm_after_rope = config.qk_layernorm_after_rope
         self.q_layernorm = head_norm("q_layernorm")
         self.k_layernorm = head_norm("k_layernorm")
@@ -229,7 +230,9 @@ class SelfAttention(BlockModule):
         """`core` of what `share` has made, whose activations are kept, or computed again in
         backward: [s/cp, b, n, v]."""
         if self.recompute_core and torch.is_grad_enabled():
-            y = recomputed(self.core, q, k, v, document_ids, dropout_seed)
+            from megatron.parallel.recompute import recompute
+
+            y = recompute(self.core, q, k, v, document_ids, dropout_seed)
         else:
             y = self.core(q, k, v, document_ids, dropout_seed)
         if self.exchanging.size == 1:
@@ -266,7 +269,7 @@ class SelfAttention(BlockModule):
         qkv = qkv.unflatten(-1, (self.groups, -1, self.head_dim))
         n = self.queries_per_group
         if not self.facts.gates:
-            return *functional.split_qkv(qkv, n), None
+            return *split_qkv(qkv, n), None
         q, gates, k, v = qkv.split((n, n, 1, 1), 3)
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3), gates.sigmoid().flatten(2, 3)
 

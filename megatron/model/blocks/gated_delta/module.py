@@ -17,7 +17,7 @@ from megatron.model.blocks.module import BlockModule, LayerInputs, Recompute, Se
 from megatron.model.norm import Norm
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.random import recompute as recomputed
+from megatron.parallel.recompute import recompute as recomputed
 from megatron.parallel.sharding import ParameterFactory
 
 

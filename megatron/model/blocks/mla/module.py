@@ -21,7 +21,7 @@ from megatron.model.norm import Norm
 from megatron.parallel.collectives import copy_to, gather_sequence
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear
-from megatron.parallel.random import recompute_inputs
+from megatron.parallel.recompute import recompute_inputs
 from megatron.parallel.sharding import ParameterFactory
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.layers import LinearLayer
-from megatron.parallel.random import recompute as recomputed
-from megatron.parallel.random import recompute_input
+from megatron.parallel.recompute import recompute as recomputed
+from megatron.parallel.recompute import recompute_input
 from megatron.parallel.sharding import Parameter, ParameterFactory
 from megatron.parallel.zigzag import chunks_of
 

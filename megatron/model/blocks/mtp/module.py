@@ -16,12 +16,13 @@ from torch import nn
 from megatron.config.model import ModelConfig
 from megatron.kernels.kernels import Kernels
 from megatron.model.blocks.module import AddLoss, LayerInputs, Recompute
-from megatron.model.embedding import Embedding, RotaryTables
+from megatron.model.embedding import Embedding
 from megatron.model.layer import LAYERS
 from megatron.model.norm import Norm
+from megatron.model.rotary_tables import RotaryTables
 from megatron.parallel.context import Axis, ParallelContext
 from megatron.parallel.layers import ColumnParallelLinear
-from megatron.parallel.random import recompute as recomputed
+from megatron.parallel.recompute import recompute as recomputed
 from megatron.parallel.sharding import ParameterFactory
 
 # (hidden states [s, b, h], labels [b, s]) -> losses, and whether the label is the likeliest, [b, s]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import run_directory
+from megatron.config import load_order
 from megatron.config.checks import data_paths
 from megatron.data.blend.blended_dataset import parse_blend
 from megatron.data.blend.splits import parse_split
@@ -95,17 +95,17 @@ def complete(run: Path, *iterations: int) -> None:
 def test_checkpoints_that_are_there(data: Path):
     complete(data / "run", 10, 20)
     tracker = data / "run" / "latest_checkpointed_iteration.txt"
-    assert run_directory.newest("run") == Path("run/iter_0000020")
+    assert load_order.newest("run") == Path("run/iter_0000020")
     tracker.write_text("10")
-    assert run_directory.newest("run") == Path("run/iter_0000010")
-    assert run_directory.newest("run", 20) == Path("run/iter_0000020")
-    assert run_directory.newest("run", 11) is None
-    assert run_directory.newest("run/iter_0000010") == Path("run/iter_0000010")
+    assert load_order.newest("run") == Path("run/iter_0000010")
+    assert load_order.newest("run", 20) == Path("run/iter_0000020")
+    assert load_order.newest("run", 11) is None
+    assert load_order.newest("run/iter_0000010") == Path("run/iter_0000010")
     tracker.write_text("30")
-    assert run_directory.newest("run") is None
+    assert load_order.newest("run") is None
     for damaged in ("release", "", "\x00"):  # as a load does
         tracker.write_text(damaged)
-        assert run_directory.newest("run") == Path("run/iter_0000020")
+        assert load_order.newest("run") == Path("run/iter_0000020")
     tracker.write_text("20")
     assert checked("--load run --ckpt-step 10 --exit-on-missing-checkpoint") == ([], [])
     [line] = checked("--load run --ckpt-step 11")[0]

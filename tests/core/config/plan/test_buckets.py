@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from megatron.config.muon import MuonConfig, stacks
+from megatron.config.muon import MuonConfig
 from megatron.config.plan.buckets import Layout, lay_out
+from megatron.config.plan.muon_matrices import stacks
 from megatron.config.plan.parameter_spec import Matrices
 from megatron.config.plan.zero_partition import Shared, whole_matrices, whole_parameters
 

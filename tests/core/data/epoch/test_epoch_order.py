@@ -9,11 +9,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron.data.data_order import data_order_differences, data_order_fingerprint
+from megatron.data.data_order import data_order_fingerprint
 from megatron.data.epoch.permutation import Permutation
 from megatron.data.epoch.proportional_draws import Shares
 from megatron.data.epoch.token_files import read_token_file
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset, bin_path, idx_path
+from megatron.data.order_change import data_order_differences
 from megatron.data.request import Before
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.data_order import data_order_differences, data_order_fingerprint
+from megatron.data.data_order import data_order_fingerprint
+from megatron.data.order_change import data_order_differences
 from megatron.data.packed import packed_dataset
 from megatron.data.packed.build import open_files
 from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule

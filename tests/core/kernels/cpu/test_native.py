@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels import activations, linear, norms, rotary
+from megatron.kernels import linear, rotary
 from megatron.kernels.cpu import native
 from megatron.kernels.cpu.blocking import FEW
+from tests.core.kernels import functional
 
 LOADED = native.load(torch.backends.cpu.get_cpu_capability())
 pytestmark = pytest.mark.skipif(isinstance(LOADED, str), reason=str(LOADED))
@@ -31,18 +32,22 @@ WIDTHS = [1, 15, 16, 17, 37, 64, 130]
 CASES = {
     "gelu": (
         lambda w: [(FEW, w)],
-        lambda x: activations.gelu(x, True),
+        lambda x: functional.gelu(x, True),
         lambda x: F.gelu(x, approximate="tanh"),
     ),
-    "swiglu": (lambda w: [(33, 2, w)], activations.swiglu, lambda x: F.silu(x[:, 0]) * x[:, 1]),
+    "swiglu": (
+        lambda w: [(33, 2, w)],
+        functional.swiglu,
+        lambda x: F.silu(x[:, 0]) * x[:, 1],
+    ),
     "rms_norm": (
         lambda w: [(33, w), (w,)],
-        lambda x, w: norms.rms_norm(x, w, EPS),
+        lambda x, w: functional.rms_norm(x, w, EPS),
         lambda x, w: F.rms_norm(x, w.shape, w, EPS),
     ),
     "rotary": (
         lambda w: [(33, 2, 3, w + 6)],
-        lambda x: rotary.apply_rotary(x, COS.to(x.dtype), SIN.to(x.dtype)),
+        lambda x: functional.apply_rotary(x, COS.to(x.dtype), SIN.to(x.dtype)),
         rotated,
     ),
     "linear": (lambda w: [(33, 5), (w, 5), (w,)], linear.linear, F.linear),

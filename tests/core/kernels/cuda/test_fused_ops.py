@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import megatron.kernels.cuda as cuda_kernels
-from megatron.kernels import functional
-from megatron.kernels.activations import ACTIVATIONS
 from megatron.kernels.cross_entropy import CROSS_ENTROPY
 from megatron.kernels.cuda import availability, fused_ops
+from megatron.kernels.gated_activations import GATED
 from megatron.kernels.rows import ROW_BLOCKED, RowSpec
 from megatron.kernels.select import listed
+from tests.core.kernels import functional
 from tests.core.kernels.cuda.launches import Launches
 from tests.forkrun import ROOT
 
@@ -129,7 +129,7 @@ def test_a_first_launch_that_fails_is_a_reason(monkeypatch, error):
     assert availability.fused_ops(cuda, torch.bfloat16) is None
     monkeypatch.setattr(availability, "unavailable_reason", lambda *_: reason)
     spec = RowSpec(torch.device("meta"), torch.bfloat16)
-    rows = {r.implementation: r for r in listed("swiglu", ACTIVATIONS["swiglu"], spec)}
+    rows = {r.implementation: r for r in listed("swiglu", GATED["swiglu"], spec)}
     assert rows["torch"].on and not rows["Triton"].on and rows["Triton"].reason == reason
     rows = {r.implementation: r for r in listed("cross entropy", CROSS_ENTROPY, spec)}
     assert rows[ROW_BLOCKED].on and rows["Triton"].reason == reason

@@ -14,12 +14,12 @@ from megatron.kernels import flash_attention as flash_package
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cuda import torch_flash
 from megatron.kernels.qkv import split_qkv
-from megatron.kernels.rotary import apply_rotary
 from tests.core.kernels.attend import attention as attend
 from tests.core.kernels.attend import select_attention
 from tests.core.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.core.kernels.cuda.flash_on_cpu import CALLS, mask, on_cpu
 from tests.core.kernels.cuda.launches import Launches
+from tests.core.kernels.functional import apply_rotary
 
 CUDA = torch.device("cuda", 0)
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.addons.ops.weights import hook as weight_check
+from megatron.addons.ops.weights.hook import WeightsDiffer, check_replicas
 from megatron.config import run_directory
 from megatron.config.parallel import ParallelConfig
 from megatron.parallel.context import ParallelContext
-from megatron.training import weight_check
-from megatron.training.weight_check import WeightsDiffer, check_replicas, weight_hashes
+from megatron.training.weight_check import weight_hashes
 from tests.forkrun import RanksFailed, run_ranks
 from tests.problems import assert_problem
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags

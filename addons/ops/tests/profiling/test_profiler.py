@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.addons.ops.profiling.feature import ProfilingConfig
 from megatron.arguments import config_from
-from megatron.config.tree import Config
-from megatron.training.profiler import Profiling
+from megatron.features.registry import RunConfig
+from megatron.training.feature import Loop, features_of
+from megatron.training.hook import Hook
 from tests.core.model.tiny import tiny_model, tokens
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 
-CPU = torch.device("cpu")
 FLAGS = {
     "profile": True,
     "use_pytorch_profiler": True,
@@ -22,9 +23,13 @@ FLAGS = {
 }
 
 
-def config_at(folder, **flags) -> Config:
+def profilers_at(folder, model, rank=0, **flags) -> list[Hook]:
     values = dict.fromkeys(("num_layers", "num_attention_heads"), 2) | {"hidden_size": 8}
-    return config_from(Config, {**values, "save": str(folder), **FLAGS, **flags})
+    config = config_from(RunConfig, {**values, "save": str(folder), **FLAGS, **flags})
+    runtime = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    run = SimpleNamespace(config=config, model=[model], runtime=runtime)
+    [own] = [group for group in features_of(config) if isinstance(group, ProfilingConfig)]
+    return list(own.hooks(Loop(run, None, None, 0.0, None)))
 
 
 def traces(folder) -> dict[str, list[str]]:
@@ -36,19 +41,22 @@ def traces(folder) -> dict[str, list[str]]:
     return found
 
 
-def run_steps(profiler: Profiling, model: torch.nn.Module, iterations: range) -> None:
+def run_steps(profilers: list[Hook], model: torch.nn.Module, iterations: range) -> None:
     for iteration in iterations:
-        profiler.before_step(iteration)
+        for profiler in profilers:
+            profiler.before_step(iteration)
         with torch.no_grad():
             ids, labels = tokens()
             model(ids, labels=labels)
-        profiler.after_step(SimpleNamespace(iteration=iteration))
-    profiler.on_end()
+        for profiler in profilers:
+            profiler.after_step(SimpleNamespace(iteration=iteration))
+    for profiler in profilers:
+        profiler.on_end()
 
 
 def test_two_iterations_are_recorded_under_the_names_of_modules(tmp_path):
     model = tiny_model()
-    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
+    run_steps(profilers_at(tmp_path, model), model, range(1, 7))
     [(name, events)] = traces(tmp_path / "profile").items()
     assert name == "rank0_iterations_3_4.pt.trace.json.gz"
     for module, _ in model.named_modules():
@@ -63,13 +71,13 @@ def test_two_iterations_are_recorded_under_the_names_of_modules(tmp_path):
 )
 def test_other_ranks_record_nothing(flags, rank, tmp_path):
     model = tiny_model()
-    run_steps(Profiling(config_at(tmp_path, **flags), [model], rank, CPU), model, range(1, 7))
+    run_steps(profilers_at(tmp_path, model, rank, **flags), model, range(1, 7))
     assert traces(tmp_path) == {}
 
 
 def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
     model = tiny_model()
-    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 4))
+    run_steps(profilers_at(tmp_path, model), model, range(1, 4))
     [events] = traces(tmp_path).values()
     assert events.count("decoder.layers.0") == 1
 
@@ -77,7 +85,7 @@ def test_a_run_that_ends_early_writes_what_it_has(tmp_path):
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, capsys):
     model = tiny_model()
     (tmp_path / "profile").write_text("a file")
-    run_steps(Profiling(config_at(tmp_path), [model], 0, CPU), model, range(1, 7))
+    run_steps(profilers_at(tmp_path, model), model, range(1, 7))
     assert "--profile" in capsys.readouterr().out
 
 
@@ -93,3 +101,12 @@ def test_of_a_run_the_chosen_rank_is_profiled_and_the_losses_stay(tmp_path):
     plain = train(tmp_path / "b", words, world=2)  # ends before iteration 11
     assert profiled.series("lm_loss", "grad_norm") == plain.series("lm_loss", "grad_norm")
     assert traces(tmp_path / "b") == {}
+
+
+def test_profiles_are_among_the_events(tmp_path):
+    board = tmp_path / "board"
+    words = "--train-iters 4 --mock-data --profile --use-pytorch-profiler --profile-step-start 1"
+    shown = ["--profile-step-end", "3", "--tensorboard-dir", str(board)]
+    train(tmp_path / "run", [*SMALL, *words.split(), *shown])
+    profiles = [path.name for path in board.rglob("*.pt.trace.json.gz")]
+    assert profiles == ["rank0_iterations_2_3.pt.trace.json.gz"]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.addons.datasets import source_reader
+from megatron.addons.datasets.source_reader import DocumentSources
 from megatron.data import document_sources
-from megatron.data.document_sources import DocumentSources
 from megatron.data.parts import part_set
 from megatron.data.preprocess import readers, resumable_writer
 from tests import problems
@@ -112,7 +113,8 @@ def test_a_pair_that_is_replaced_loses_its_sources(corpus: Path) -> None:
 
 
 def test_two_ids_of_one_hash_are_told_apart(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_sources, "_hash", lambda name: 5)
+    monkeypatch.setattr(document_sources, "hash_of", lambda name: 5)
+    monkeypatch.setattr(source_reader, "hash_of", lambda name: 5)
     expected = write_jsonl(corpus / "in")
     assert preprocess(corpus, "x", *KEEP) == 0
     sources = DocumentSources(str(corpus / "out" / "x_text_document"))

@@ -1,9 +1,7 @@
 """Profiles of some iterations: a trace of torch.profiler, or a range for an outside profiler."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
@@ -14,6 +12,7 @@ from megatron.config.tree import Config
 from megatron.small_files import make_directories
 from megatron.training.hook import Hook
 from megatron.training.result import IterationResult
+from megatron.training.run import Run
 
 
 def trace_directory(config: Config) -> Path:
@@ -30,26 +29,25 @@ class Profiling(Hook):
     A trace has an event for every forward pass of a module, under the module's name.
     """
 
-    def __init__(
-        self, config: Config, modules: Iterable[nn.Module], rank: int, device: torch.device
-    ):
-        """`modules`: the chunks of the model on this rank."""
-        flags = config.profiling
-        self._first = flags.profile_step_start + 1
-        self._last = flags.profile_step_end
-        self._chosen = flags.profile and rank in flags.profile_ranks
-        self._records = flags.use_pytorch_profiler
-        self._modules = list(modules)
-        self._rank = rank
-        self._device = device
-        self._directory = trace_directory(config)
+    before = ("OwnModelChecks", "StoreReads", "SpikeDetection", "IterationLog")
+    after = ("HangWatch",)
+
+    def __init__(self, run: Run, first: int, last: int, records: bool):
+        """Iterations `first` to `last`; `records`: by torch.profiler."""
+        self._first = first
+        self._last = last
+        self._records = records
+        self._modules = list(run.model)
+        self._rank = run.runtime.rank
+        self._device = run.runtime.device
+        self._directory = trace_directory(run.config)
         self._running = False
         self._profile: profile | None = None
         self._hooks: list[RemovableHandle] = []
 
     def before_step(self, iteration: int) -> None:
         """Start, if this iteration is the first to be profiled (or a run resumes within them)."""
-        if self._chosen and not self._running and self._first <= iteration <= self._last:
+        if not self._running and self._first <= iteration <= self._last:
             self._running = True
             self._start()
 
