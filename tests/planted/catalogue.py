@@ -696,7 +696,7 @@ BUGS = {
         "megatron.model.blocks.attention.facts.Attention.clipped",
         "[0.0] * self.model.attention_output_gate",
         "[alpha] * self.model.attention_output_gate",
-        "tests/features/attention_logits/test_attention_logits.py"
+        "addons/ops/tests/attention_logits/test_attention_logits.py"
         "::test_powers_of_the_rows_of_a_query_group",
     ),
     "layers of a pattern numbered by stage": Bug(
@@ -780,7 +780,7 @@ BUGS = {
         "megatron.model.blocks.attention.module.SelfAttention.record",
         "self.maxima.chunk(self.exchanging.size)[self.exchanging.rank]",
         "self.maxima.chunk(self.exchanging.size)[0]",
-        "tests/features/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
+        "addons/ops/tests/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
         "[grouped queries, Adam-cp2 a2a]",
         "campaign",
     ),
@@ -1005,10 +1005,10 @@ BUGS = {
         "campaign",
     ),
     "QK-clip leaves the layers of later tokens": Bug(
-        "megatron.features.attention_logits.logits.AttentionLogits.__init__",
+        "megatron.addons.ops.attention_logits.logits.AttentionLogits.__init__",
         "chunk.layers()",
         "chunk.decoder.layers.values()",
-        "tests/features/attention_logits/test_attention_logits.py"
+        "addons/ops/tests/attention_logits/test_attention_logits.py"
         "::test_layers_of_multi_token_prediction_are_clipped_too",
     ),
     "depths of the log accept a token whatever those before it are": Bug(
@@ -1073,17 +1073,17 @@ BUGS = {
         "::test_yarn_of_latent_attention_has_what_its_arguments_say_or_is_refused",
     ),
     "QK-clip by the scores of one rank's tokens": Bug(
-        "megatron.features.attention_logits.logits.AttentionLogits.close",
+        "megatron.addons.ops.attention_logits.logits.AttentionLogits.close",
         "all_reduce_(self._largest.clone(), self._ctx.world, 'max')",
         "all_reduce_(self._largest.clone(), self._ctx.model, 'max')",
-        "tests/features/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
+        "addons/ops/tests/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
         "[latent attention, Muon-dp2, distributed optimizer, overlap]",
     ),
     "QK-clip of rotary channels by the root of the factor": Bug(
         "megatron.model.blocks.mla.facts.LatentAttention.clipped",
         "(self.rotary, 1.0)",
         "(self.rotary, alpha)",
-        "tests/features/attention_logits/test_attention_logits.py::test_scores_of_clipped_heads_are_the_threshold"
+        "addons/ops/tests/attention_logits/test_attention_logits.py::test_scores_of_clipped_heads_are_the_threshold"
         "[latents of queries-0.5]",
     ),
     # Megatron-LM 7530

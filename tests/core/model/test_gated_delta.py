@@ -390,13 +390,6 @@ def test_the_flags(flags, code):
         assert any(code in problem for problem in problems), problems
 
 
-def test_scores_are_clipped_where_there_are_some():
-    clip = f"{NAMES} --qk-clip --optimizer muon --muon-momentum 0.95"
-    assert checked(clip, base=BASE)[0] == []
-    problems, _ = checked(f"{clip} --linear-attention-freq [1,1]", base=BASE)
-    assert_problem(problems[0], "flags-exclude-each-other", "--qk-clip")
-
-
 @pytest.mark.parametrize("sizes", [(2, 4, 16, 16), (4, 8, 16, 32), (1, 4, 32, 16)])
 def test_the_plan_has_what_backward_makes_again(sizes):
     """Per rank, the rest of a layer aside; within 10 %."""

@@ -32,7 +32,6 @@ from tests.core.parity.layouts import (
     MLA,
     MTP,
     MUON,
-    SELECTIVE,
     TIED_MTP,
     UP_AGAIN,
     ZERO2,
@@ -460,17 +459,6 @@ MORE = {
     "cp2 tp2 sp, latent attention, latents and core again": Case(
         4, (CP, "2", TP, "2", SP, *MLA, *UP_AGAIN, "core_attn"), {}
     ),
-    "cp2, latent attention, QK-clip, full recompute": Case(
-        2, (CP, "2", *MLA, "--qk-clip", *FULL, "1"), {}
-    ),
-    "cp2 tp2, all_gather, GQA, largest scores, core again": Case(
-        4,
-        (
-            *(CP, "2", TP, "2", "--cp-comm-type", "all_gather", "--group-query-attention"),
-            *("--num-query-groups", "2", "--log-max-attention-logit", *SELECTIVE),
-        ),
-        {},
-    ),
     # Parts of 8 positions: 2048 bytes, 3 hops: 2 x 3 forward, twice that backward, 2 layers, 4
     # micro-batches.
     "cp4": Case(
@@ -517,15 +505,6 @@ MORE = {
             | sums(TWO, 133632)
             | sums(TWO, 56, dtype=F64)
         },
-    ),
-    "cp4 tp2, a2a, one shared query group, largest scores, core again": Case(
-        8,
-        (
-            *(CP, "4", TP, "2", "--cp-comm-type", "a2a", "--group-query-attention"),
-            *("--num-attention-heads", "8", "--num-query-groups", "2"),
-            *("--log-max-attention-logit", *SELECTIVE),
-        ),
-        {},
     ),
     "cp2 tp2 sp, a2a, latent attention, latents and core again": Case(
         4,

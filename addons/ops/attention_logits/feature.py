@@ -73,7 +73,7 @@ class LogitsConfig(Feature):
         """The step has one more counter, the update one more part."""
         if not (self.qk_clip or self.log_max_attention_logit):
             return
-        from megatron.features.attention_logits.logits import AttentionLogits
+        from .logits import AttentionLogits
 
         logits = AttentionLogits(
             run.config,

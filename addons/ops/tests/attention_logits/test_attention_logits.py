@@ -4,14 +4,14 @@ them, and both in layouts of several ranks."""
 import pytest
 import torch
 
+from megatron.addons.ops.attention_logits.logits import METRIC, AttentionLogits
 from megatron.arguments import config_from
-from megatron.features.attention_logits.logits import METRIC, AttentionLogits
 from megatron.features.registry import RunConfig
 from megatron.kernels.attention_spec import AttentionSpec
 from megatron.kernels.block_attention import KeyBlock, block_maxima
 from megatron.model.blocks.mtp.module import Depths, rolled
 from megatron.parallel.context import ParallelContext
-from tests.core.config.checks.checked_flags import checked
+from tests.core.config.checks.checked_flags import BASE, checked
 from tests.core.kernels.attention_formula import SCALE, documents, inputs
 from tests.core.model.tiny import DEFAULTS, tiny_model, tokens
 from tests.core.parity.differences import largest_difference, weight_difference
@@ -242,3 +242,13 @@ def test_the_flags():
     assert checked(f"--qk-clip {latent}")[0] == []
     (note,) = checked("--qk-clip-alpha 0.3")[1]
     assert_problem(note, "flag-has-no-effect", "--qk-clip-alpha", "--qk-clip")
+
+
+def test_scores_are_clipped_where_there_are_some():
+    clip = (
+        "--experimental-attention-variant gated_delta_net --normalization RMSNorm --qk-clip "
+        "--optimizer muon --muon-momentum 0.95 --linear-attention-freq "
+    )
+    assert checked(f"{clip} 2", base=BASE)[0] == []
+    problems, _ = checked(f"{clip} [1,1]", base=BASE)
+    assert_problem(problems[0], "flags-exclude-each-other", "--qk-clip")
