@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from megatron.addons.lab import completion
 from tests.forkrun import ROOT
-from tests.load_tool import exit_code, load_tool
+from tests.load_tool import exit_code
 from tests.problems import codes_of
 
 # What bash does when a word is completed: the function that `complete` has set, with the words.
@@ -35,7 +36,6 @@ def test_flags_and_values_are_completed(tmp_path):
 
 
 def test_without_shtab(monkeypatch, capfd):
-    main = load_tool("completion").main
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert exit_code(main, "bash") == 2
+    assert exit_code(completion.main, "bash") == 2
     assert codes_of(capfd.readouterr().err.splitlines()) == ["package-missing"]
