@@ -16,7 +16,7 @@ from megatron.arguments import (
 from megatron.config import architecture, saved_flags
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.checkpoint import is_url
-from megatron.config.checks.paths import of_another_suite
+from megatron.config.checks.load_paths import of_another_suite
 from megatron.config.load_order import newest, newest_with_good_args
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.addons.internlm.feature import InternlmConfig
-from megatron.config.checks.paths import of_another_suite
+from megatron.config.checks.load_paths import of_another_suite
 from megatron.inference.load_model import open_trained_model
 
 transformers = pytest.importorskip("transformers")

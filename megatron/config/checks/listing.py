@@ -1,6 +1,8 @@
 """What rules about files read: the names in a directory, the lines of a text."""
 
 import os
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
 
 from megatron.small_files import read_text
 
@@ -27,3 +29,28 @@ def text_lines(path: str) -> list[str] | str:
         return read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
+
+
+class HasIndex(Protocol):
+    """A format of packed samples: X.bin, and a file with `index` behind that name."""
+
+    index: str
+
+
+@runtime_checkable
+class KnowsFiles(Protocol):
+    """A group of flags that knows files which the core does not, as features do."""
+
+    sample_formats: Sequence[HasIndex]
+
+    def missing(self) -> Iterable[str]:
+        """What a real run would not find on this machine."""
+
+    @staticmethod
+    def converter_command(load: str) -> str | None:
+        """What tools/convert_checkpoint.py reads the checkpoint of another suite with."""
+
+
+def knowing(groups: Iterable[object]) -> list[KnowsFiles]:
+    """Those of the groups that know files."""
+    return [group for group in groups if isinstance(group, KnowsFiles)]

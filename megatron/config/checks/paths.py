@@ -6,44 +6,17 @@ import errno
 import math
 import os
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
 
 from megatron import launcher, object_stores
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
-from megatron.config.checks.listing import as_number, listing
+from megatron.config.checks.listing import as_number, knowing
 from megatron.config.data import DataConfig
-from megatron.config.run_directory import FINAL, MANIFEST, TRACKER
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, safe_name
 
 SPLITS = ("train", "valid", "test")
-
-
-class HasIndex(Protocol):
-    """A format of packed samples: X.bin, and a file with `index` behind that name."""
-
-    index: str
-
-
-@runtime_checkable
-class KnowsFiles(Protocol):
-    """A group of flags that knows files which the core does not, as features do."""
-
-    sample_formats: Sequence[HasIndex]
-
-    def missing(self) -> Iterable[str]:
-        """What a real run would not find on this machine."""
-
-    @staticmethod
-    def converter_command(load: str) -> str | None:
-        """What tools/convert_checkpoint.py reads the checkpoint of another suite with."""
-
-
-def _knowing(groups: Iterable[object]) -> list[KnowsFiles]:
-    return [group for group in groups if isinstance(group, KnowsFiles)]
 
 
 def problems(config: Config) -> list[str]:
@@ -62,7 +35,7 @@ def missing(config: Config) -> list[str]:
     """What a real run would not find on this machine."""
     d = config.data
     c = config.checkpoint
-    knowing = _knowing(vars(config).values())
+    knows = knowing(vars(config).values())
     lines = []
     if not any(_data_flags(d).values()):
         lines.append(
@@ -78,9 +51,13 @@ def missing(config: Config) -> list[str]:
 
         lines += missing_data(
             d,
-            [sample_format.index for group in knowing for sample_format in group.sample_formats],
+            [sample_format.index for group in knows for sample_format in group.sample_formats],
         )
-    lines += [*_tokenizer_files(d), *([] if is_url(c.load) else _checkpoint(c, knowing))]
+    lines += _tokenizer_files(d)
+    if c.load is not None and not is_url(c.load):
+        from megatron.config.checks import load_paths
+
+        lines += load_paths.problems(c.load, c, knows)
     for flag, path in (
         ("--staging-dir" if is_url(c.save) else "--save", staged(c).save),
         (
@@ -103,7 +80,7 @@ def missing(config: Config) -> list[str]:
             lines += file_to_write(flag, path)
     if not object_stores.is_installed():
         lines += [f"{flag} {url}: {object_stores.MISSING}" for flag, url in _urls(c).items()]
-    for group in knowing:
+    for group in knows:
         lines += group.missing()
     return lines
 
@@ -207,107 +184,6 @@ def _tokenizer_files(d: DataConfig) -> Iterator[str]:
             f"--vocab-size is missing: {why} needs the number of ids, as in --vocab-size 50257 "
             "[flag-missing]"
         )
-
-
-def _checkpoint(c: CheckpointConfig, groups: Iterable[object]) -> Iterator[str]:
-    if c.load is None:
-        return
-    if not os.path.lexists(c.load) and not _same_path(c.load, c.save):
-        yield (
-            f"--load {c.load}: there is no such directory; give one with checkpoints, give --save "
-            "the same directory (then a first run starts from random weights), or omit --load "
-            "[checkpoint-directory-missing]"
-        )
-        return
-    if os.path.exists(c.load) and not os.path.isdir(c.load):
-        yield (
-            f"--load {c.load}: is a file; give the directory that holds the iter_XXXXXXX "
-            "directories [path-is-a-file]"
-        )
-        return
-    if problem := of_another_suite(c.load, groups):
-        yield problem
-        return
-    iterations = sorted(int(m[1]) for n in listing(c.load) if (m := FINAL.fullmatch(n)))
-    if c.ckpt_step is not None and not os.path.isdir(
-        os.path.join(c.load, f"iter_{c.ckpt_step:07d}")
-    ):
-        have = (
-            f"there are {', '.join(map(str, iterations[-6:]))}" if iterations else "there is none"
-        )
-        yield (
-            f"--ckpt-step {c.ckpt_step}: {c.load} has no checkpoint of that iteration; {have} "
-            "[checkpoint-step-missing]"
-        )
-    elif not _may_hold_checkpoint(c.load, c):
-        if c.exit_on_missing_checkpoint:
-            yield (
-                f"--load {c.load}: no checkpoint there, and --exit-on-missing-checkpoint is given; "
-                "omit that to start from random weights [checkpoint-missing]"
-            )
-        elif names := _not_of_first_run(c.load, c):
-            yield (
-                f"--load {c.load}: holds {', '.join(names[:4])}{', ...' * (len(names) > 4)} and no "
-                "complete checkpoint; give the directory that --save named, or neither --load nor "
-                "this --save to start from random weights [no-good-checkpoint]"
-            )
-
-
-def _may_hold_checkpoint(load: str, c: CheckpointConfig) -> bool:
-    """Whether `load` has a complete checkpoint or snapshot, or one that is elsewhere."""
-    if is_url(c.snapshot_dir) or c.non_persistent_ckpt_type == "local":
-        return True
-    aside = re.compile(r"\.iter_\d{7,}\.old-[0-9a-f]{8}")
-    folders = [load]
-    folders += [os.path.join(load, n) for n in listing(load) if aside.fullmatch(n)]
-    folders += [
-        os.path.join(root, name)
-        for root in (load, *map(str, c.slots_of(load)))
-        for name in listing(root)
-        if FINAL.fullmatch(name)
-    ]
-    return any(os.path.isfile(os.path.join(folder, MANIFEST)) for folder in folders)
-
-
-def _not_of_first_run(load: str, c: CheckpointConfig) -> list[str]:
-    """What `load` holds and no run leaves that ended before its first checkpoint."""
-    names = listing(load)
-    if not _same_path(load, c.save):
-        return names
-    return [n for n in names if n == TRACKER or FINAL.fullmatch(n)]
-
-
-def _same_path(first: str, second: str | None) -> bool:
-    return second is not None and os.path.realpath(first) == os.path.realpath(second)
-
-
-def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
-    """The problem of a --load that only the converter can read: without this, training would find
-    no checkpoint and start from random weights. `groups`: those of the command line, or their
-    classes."""
-    command = _converter_command(load, _knowing(groups))
-    return command and (
-        f"--load {load}: not a checkpoint of this suite; convert it: python "
-        f"tools/convert_checkpoint.py {command}, then give --load DIR "
-        "[checkpoint-of-another-suite]"
-    )
-
-
-def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
-    from megatron.config.load_order import newest
-
-    first = newest(load)
-    if first is None and os.path.isfile(os.path.join(load, "config.json")):
-        return f"hf-import {shlex.quote(load)} DIR"
-    folders = [str(first)] if first else [os.path.join(load, "release"), load]
-    names = [n for folder in folders for n in listing(folder)]
-    if any(re.fullmatch(r"mp_rank_\d+(_\d+)*|\.metadata|metadata\.json", n) for n in names):
-        return f"megatron-import {shlex.quote(load)} DIR"
-    if "latest" in listing(load) or any(n.endswith("_model_states.pt") for n in listing(load)):
-        return f"deepspeed-import {shlex.quote(load)} DIR"
-    if first is None:
-        return next(filter(None, (group.converter_command(load) for group in groups)), None)
-    return None
 
 
 def _too_long(flag: str, path: str) -> str | None:
