@@ -10,7 +10,6 @@ from megatron.config.parallel import ParallelConfig
 from megatron.kernels import (
     cu_seqlens,
     flash_attention,
-    functional,
     transformer_engine,
     weight_grads,
 )
@@ -21,6 +20,7 @@ from megatron.kernels.kernels import Kernels
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.ddp import GradBuffers
 from tests.core.kernels import fake_libraries as fakes
+from tests.core.kernels import functional
 from tests.core.kernels.attention_formula import SCALE, assert_same, cut, formula, inputs
 from tests.core.model.tiny import MODELS, loss_and_grads, tiny_model, tokens
 
