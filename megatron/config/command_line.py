@@ -57,17 +57,6 @@ _IN_PLACE_OF = {"train_samples": "--train-iters is missing"} | dict.fromkeys(
     ),
     "no data:",
 )
-# Flags that the data sets of a script's own read as they like.
-_SOURCES = (
-    "data_path",
-    "train_data_path",
-    "valid_data_path",
-    "test_data_path",
-    "data_args_path",
-    "per_split_data_args_path",
-    "split",
-    "dummy_data",
-)
 
 
 @dataclass(frozen=True)
@@ -259,7 +248,11 @@ def _checked(
     world_size = config.training.world_size if config.training.dry_run else None
     world_size = max(1, world_size or launch.world_size)
     judged, of_script = _as_of_script(config, script)
-    explicit = set(typed) if judged is config else typed.keys() - set(_SOURCES)
+    explicit = set(typed)
+    if judged is not config:
+        from megatron.config.own_script import SOURCES
+
+        explicit -= set(SOURCES)
     # What an @FILE that cannot be read would have said is not missing.
     refused = [] if parsed.unread_file else check.problems(judged, world_size, explicit)
     unread = tuple(
@@ -323,40 +316,8 @@ def _without_what_lacks_its_need(
 def _as_of_script(config: Config, script: Script) -> tuple[Config, list[str]]:
     """(the configuration as the rules see it, what is wrong) where a script has its own model or
     data."""
-    problems = _of_own_model(config) if script.model_provider else []
-    if script.datasets_provider is None and script.complete:
-        return config, problems
-    judged, of_data = _with_own_data(config)
-    return judged, problems + (of_data if script.complete else [])
+    if script.complete and script.model_provider is None and script.datasets_provider is None:
+        return config, []
+    from megatron.config.own_script import judged_as
 
-
-def _of_own_model(config: Config) -> list[str]:
-    """What is wrong where a script has its own model: a verdict on another one."""
-    limit = config.training.device_memory
-    if limit is None:
-        return []
-    return [
-        f"--device-memory {limit:g}: the plan counts the GPT of the flags, and the script's "
-        "model_provider may return another; omit it, or pass None as the provider [own-model]"
-    ]
-
-
-def _with_own_data(config: Config) -> tuple[Config, list[str]]:
-    """The configuration as the rules see it where a script has its own data: none of the flags
-    names files. And what is wrong with those that choose how ours are read."""
-    d = config.data
-    wrong = [
-        f"--{name.replace('_', '-')}: chooses data of the suite, and the script's "
-        "train_valid_test_datasets_provider has its own; omit it, or pass None as the provider "
-        "[two-data-sources]"
-        for name in ("dummy_data", "packed_samples")
-        if getattr(d, name)
-    ]
-    if d.data_order == "epoch":
-        wrong.append(
-            "--data-order epoch: the order is that of the data sets of the script's "
-            "train_valid_test_datasets_provider; omit it [two-data-sources]"
-        )
-    plain: dict[str, Any] = dict.fromkeys(_SOURCES) | {"packed_samples": False}
-    plain |= {"mock_data": True, "data_order": "megatron", "tokenizer_type": d.tokenizer}
-    return replace(config, data=replace(d, **plain)), wrong
+    return judged_as(config, script)
