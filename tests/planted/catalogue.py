@@ -992,7 +992,7 @@ BUGS = {
         f"{FROZEN}[pp2, nothing to train on stage 0]",
     ),
     "what is made of frozen latents has no graph": Bug(
-        "megatron.parallel.random.recompute_inputs",
+        "megatron.parallel.recompute.recompute_inputs",
         "not any(arg.requires_grad for arg in args)",
         "False",
         f"{FROZEN}[frozen latents, made again]",
