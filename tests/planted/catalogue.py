@@ -1005,7 +1005,7 @@ BUGS = {
         "campaign",
     ),
     "QK-clip leaves the layers of later tokens": Bug(
-        "megatron.addons.ops.attention_logits.logits.AttentionLogits.__init__",
+        "addons.ops.attention_logits.logits.AttentionLogits.__init__",
         "chunk.layers()",
         "chunk.decoder.layers.values()",
         "addons/ops/tests/attention_logits/test_attention_logits.py"
@@ -1073,7 +1073,7 @@ BUGS = {
         "::test_yarn_of_latent_attention_has_what_its_arguments_say_or_is_refused",
     ),
     "QK-clip by the scores of one rank's tokens": Bug(
-        "megatron.addons.ops.attention_logits.logits.AttentionLogits.close",
+        "addons.ops.attention_logits.logits.AttentionLogits.close",
         "all_reduce_(self._largest.clone(), self._ctx.world, 'max')",
         "all_reduce_(self._largest.clone(), self._ctx.model, 'max')",
         "addons/ops/tests/attention_logits/test_attention_logits.py::test_every_layout_clips_alike"
