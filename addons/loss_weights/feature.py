@@ -23,7 +23,6 @@ class LossWeightsConfig(Feature):
         (),
         minimum=0,
         excludes=("mtp_num_layers",),
-        dump=False,
         help="weight of the loss of each source's tokens in training, in the order of the sources "
         "of --data-path: a token's loss times its source's weight, over the sum of the weights of "
         "all tokens; the log has each source's loss without weights",
