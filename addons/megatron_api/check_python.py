@@ -19,8 +19,8 @@ from megatron.features.registry import RunConfig
 from megatron.small_files import read_text
 from megatron.training import script_args
 
-from .aliases import MODULES
 from .import_finder import MAX_BYTES
+from .module_names import MODULES
 from .script_imports import ABSENT, UNUSABLE, imports_of
 
 _BRANCHES = (ast.If, ast.While, ast.For, ast.IfExp, ast.Try, ast.comprehension, ast.ExceptHandler)

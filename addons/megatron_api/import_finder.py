@@ -20,10 +20,10 @@ from typing import Any
 
 from megatron.small_files import read_text
 
+from .module_names import MODULES, NEIGHBOURS
+
 MAX_BYTES = 1 << 20  # of a script
 FOLDER = Path(sys.modules["megatron.addons"].__file__ or "").parents[1]  # megatron/
-# Files of NVIDIA's examples beside its script: the names here where they are not beside it.
-NEIGHBOURS = frozenset(("gpt_builders", "model_provider"))
 
 
 class Finder:
@@ -37,7 +37,7 @@ class Finder:
         top = name.partition(".")[0]
         if not (top == "megatron" or top in NEIGHBOURS) or name == "megatron.training":
             return None
-        if name.startswith("megatron.addons") or not is_of_a_script():
+        if not (top in NEIGHBOURS or name in MODULES) or not is_of_a_script():
             return None
         from .aliases import spec_of
 

@@ -13,8 +13,9 @@ from typing import NamedTuple, NoReturn
 from megatron import training
 from megatron.small_files import read_text
 
-from .aliases import MODULES, end
-from .import_finder import FOLDER, MAX_BYTES, NEIGHBOURS, Finder, Missing, importing_frame
+from .aliases import end
+from .import_finder import FOLDER, MAX_BYTES, Finder, Missing, importing_frame
+from .module_names import MODULES, NEIGHBOURS
 
 # What cannot be here, and what to use. A name of UNUSABLE can be imported, since scripts name it
 # for runs that our flags refuse; using it is an error.
