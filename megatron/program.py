@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron.config.script import ExtraArgsProvider, Script
     from megatron.config.tree import Config
     from megatron.data.tokenizers.base import Tokenizer
+    from megatron.training.launch.initialize import Runtime
     from megatron.training.launch.signals import SignalWatch
     from megatron.training.run import Services
     from megatron.training.step import ForwardStep
@@ -168,7 +169,8 @@ def run(
     from megatron import log, threads
 
     usage = threads.usage()
-    line = read_command_line(argv, script)
+    lines = stages_of(read_command_line(argv, script))
+    line = lines[0]
     log.show_details(not line.config.logging.is_short)
     if line.config.training.dry_run:
         from megatron.analysis import dry_run
@@ -179,7 +181,7 @@ def run(
     from megatron.training.checkpointing.save_services import save_services
     from megatron.training.logging.output import tolerate_failing_streams
 
-    tokenizer = preflight.check(line)
+    tokenizers = [preflight.check(each, begins=each is line) for each in lines]
     if watch:  # without it, the streams are the caller's
         tolerate_failing_streams()
     if threads.set_waiting(usage) and watch and "torch" in sys.modules:
@@ -191,16 +193,49 @@ def run(
             "[torch-imported-before-pretrain]"
         )
     with save_services(line, services, watch) as complete_services:
-        train(line, tokenizer, complete_services, watch)
+        train(lines, tokenizers, complete_services, watch)
+
+
+def stages_of(line: CommandLine) -> Sequence[CommandLine]:
+    """The runs of this process, one after the other: those of a feature, else `line` alone."""
+    from megatron.training.feature import features_of
+
+    return [run for one in features_of(line.config) for run in one.stage_lines(line)] or [line]
 
 
 def train(
-    line: CommandLine,
-    tokenizer: Tokenizer,
+    lines: Sequence[CommandLine],
+    tokenizers: Sequence[Tokenizer],
     services: Services,
     watch: SignalWatch | None = None,
 ) -> None:
-    """Connect the ranks; build model, optimizer and data; load a checkpoint; train."""
+    """Connect the ranks and make each of the runs that begin where the one before ended."""
+    from megatron.training.feature import features_of
+    from megatron.training.launch import initialize
+
+    config = lines[0].config
+    initialize.set_max_connections(config)
+    for feature in features_of(config):
+        feature.prepare()
+    rendezvous = initialize.connect(config, watch)
+    join = functools.cache(functools.partial(initialize.initialize, config, rendezvous))
+    for line, tokenizer in zip(lines, tokenizers, strict=True):
+        if not _train(line, tokenizer, services, watch, join):
+            break
+        gc.unfreeze()
+        gc.collect()  # before the next run needs the memory of this one
+    initialize.finish(rendezvous)
+
+
+def _train(
+    line: CommandLine,
+    tokenizer: Tokenizer,
+    services: Services,
+    watch: SignalWatch | None,
+    join: Callable[[], Runtime],
+) -> bool:
+    """`join` the other ranks; build model, optimizer and data; load a checkpoint; train. Whether
+    that was a stage to its end."""
     from megatron.device import default_backend
     from megatron.log import detail_datetime
     from megatron.training import (
@@ -212,24 +247,19 @@ def train(
         skipping,
     )
     from megatron.training.checkpointing.start import load_checkpoint
-    from megatron.training.feature import features_of
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
     from megatron.training.logging.writers import open_writers
 
     config = line.config
-    initialize.set_max_connections(config)
     backend = default_backend(config.training.device)
-    for feature in features_of(config):
-        feature.prepare()
-    rendezvous = initialize.connect(config, watch)
     preamble.print_arguments(line, backend)
     build.check_requested(config)
     tokenizer = build.make_tokenizer(config, tokenizer)
     plan = build.plan_run(config, line.world_size, tokenizer.vocab_size)
     current_run.tell("begin", line, plan, backend, tokenizer, line.rank)
     writers = open_writers(config, plan.world_size)
-    runtime = initialize.initialize(config, rendezvous)
+    runtime = join()
     memory.check(line, plan, runtime)
     preamble.print_opening(line, plan, runtime, backend)
     timers = initialize.build_timers(config, runtime)
@@ -243,6 +273,13 @@ def train(
             run.script_flags = line.extra_flags
             lines.take_plan(run.plan)
             loaded = load_checkpoint(run)
+            if line.part and run.progress.iteration not in line.part:
+                raise ValueError(
+                    f"--load {config.checkpoint.load}: what was loaded is of iteration "
+                    f"{run.progress.iteration}, and this stage has the iterations after "
+                    f"{line.part[0]}, up to {line.part[-1]}; remove the damaged checkpoints after "
+                    "it, or give --ckpt-step [checkpoint-of-another-stage]"
+                )
             current_run.tell("progress", run.progress)
         lines.timers(["load-checkpoint"])
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
@@ -261,8 +298,8 @@ def train(
         if watch:
             gc.freeze()  # what was imported and built stays until the end
             gc.enable()
-        loop.train(run, data, _batch_step(line.script), lines, STARTED)
-    initialize.finish(rendezvous)
+        reason = loop.train(run, data, _batch_step(line.script), lines, STARTED)
+    return reason == loop.stage_end(run.progress.iteration)
 
 
 def _dumped(line: CommandLine, plan: Plan, backend: str) -> dict[str, Any]:

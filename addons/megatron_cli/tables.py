@@ -337,7 +337,6 @@ batch_invariant_mode=False | use --deterministic-mode
 allow_ambiguous_pad_tokens=False
   | no token is taken for padding; use --eod-mask-loss to mask the loss at end-of-document tokens
 tokenizer_special_tokens:list= | use --tiktoken-special-tokens
-phase_transition_iterations:list= | the data order has no phases; use --continue-data-mix
 create_moe_param_group=False use_tutel=False topk=1 noisy_gate_policy=
   enable_expert_tensor_parallelism=False disable_moe_token_dropping=False
   moe_expert_parallel_size:int= moe_loss_coeff:float= moe_train_capacity_factor:float=

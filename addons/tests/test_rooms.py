@@ -36,6 +36,7 @@ USED = {
     "ray": "",
     "serving": "",
     "spikes": "",
+    "stages": "--phase-transition-iterations 2",
 }
 ADDONS = {
     name: [each for each in FEATURES if each.__module__.startswith(f"megatron.addons.{name}.")]

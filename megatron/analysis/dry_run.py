@@ -8,10 +8,9 @@ from megatron.config.plan.plan import Plan
 from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import plan_table, validation_note
 from megatron.data.request import DataRequest
-from megatron.data.sources import source_of
 from megatron.data.tokenizers.build import planned_vocabulary
 from megatron.training import preflight
-from megatron.training.feature import features_of
+from megatron.training.feature import data_source, features_of
 from megatron.training.script_step import as_batch_step
 
 
@@ -71,7 +70,7 @@ def _data_lines(line: CommandLine, plan: Plan) -> tuple[list[str], list[str]]:
             sample_formats=formats_of(line.config),
             generated_samples=generated_by(line.config),
         )
-        rows = source_of(data).plan_rows(data, request)
+        rows = data_source(line.config).plan_rows(data, request)
     except (ValueError, OSError) as error:
         if isinstance(error, ValueError) and not _elsewhere(line, error):
             return ["data: a run would end with the error below"], [str(error)]

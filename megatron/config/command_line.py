@@ -79,10 +79,11 @@ class CommandLine:
 
     `typed`: what the user gave, by field name; `foreign`: flags of another program that a feature
     has read; `notes`: lines to print at the start; `world_size` is the plan's with --dry-run;
-    `extra`: what `extra_args_provider` added, `extra_flags` as typed, one flag each;
-    `script`: the functions of a script of one's own. Of --save, --load and --snapshot-dir in an
-    object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
-    staging directories. `more`: flags that were not needed.
+    `words`: as typed; `extra`: what `extra_args_provider` added, `extra_flags` as typed, one flag
+    each; `script`: the functions of a script of one's own. Of --save, --load and --snapshot-dir in
+    an object store, `save_url`, `load_url` and `snapshot_url`; the configuration then has their
+    staging directories. `more`: flags that were not needed. `part`: the iterations of which a
+    checkpoint may be, of a run that is a part of another.
     """
 
     config: Config
@@ -98,6 +99,8 @@ class CommandLine:
     load_url: str | None = None
     snapshot_url: str | None = None
     more: More | None = None
+    words: Sequence[str] = ()
+    part: range = range(0)
 
     @property
     def tree(self) -> type[Config]:
@@ -176,7 +179,7 @@ def read(
     line, problems = _checked(tree, flags, parsed, launch, script)
     if wrong or problems:
         refuse([*wrong, *problems], launch)
-    return replace(line, more=more)
+    return replace(line, more=more, words=argv)
 
 
 def judge(

@@ -29,6 +29,10 @@ class Demands:
     profile_folder: str | None = None  # where it shows profiles
     # the flags that ask for the largest attention scores of a step
     scores: tuple[str, ...] = ()
+    # fields of which a run may have other values than the checkpoint that it loads, and of which
+    # iterations that has to be
+    changing: frozenset[str] = frozenset()
+    changes_after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,15 @@ class Config:
     def scored_by(self) -> list[str]:
         """The flags for which attention records its largest scores."""
         return [flag for demands in self.demands for flag in demands.scores]
+
+    def changing_after(self, iteration: int) -> set[str]:
+        """The fields that a checkpoint of this iteration may have with other values."""
+        return {
+            name
+            for demands in self.demands
+            if iteration in demands.changes_after
+            for name in demands.changing
+        }
 
     @property
     def counts_subsets(self) -> bool:

@@ -98,7 +98,7 @@ def build_splits(
     FileNotFoundError with flag or file, what is wrong and what to do.
     """
     sizes = [None if size is None else int(size) for size in request.sizes]
-    if sizes[0] is not None and sizes[0] < 1:
+    if request.trains and sizes[0] is not None and sizes[0] < 1:
         raise ValueError(
             f"--train-iters, --train-samples: make {sizes[0]} training samples; at least 1 is "
             "needed [value-out-of-range]"

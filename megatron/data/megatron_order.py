@@ -89,7 +89,7 @@ class _FileBuilder(Builder):
     ) -> tuple[GPTDataset | None, ...]:
         """The wanted splits of one corpus that is no blend."""
         corpus = open_corpus(member.prefix, self.vocab_size)
-        cache = self._cache(member.prefix)
+        cache = cache_of(self.data, member.prefix)
         return tuple(
             None if bounds is None else self.dataset(GPTDataset, corpus, bounds, size, name, cache)
             for bounds, size, name in zip(split_bounds, sizes, SPLITS, strict=True)
@@ -138,7 +138,9 @@ class _FileBuilder(Builder):
             used, built = blend_sizes(weights, number_needed(size, name), surplus)
             size = sum(used)
         datasets = [
-            self.dataset(GPTDataset, corpora[n], bounds, count, name, self._cache(member.prefix))
+            self.dataset(
+                GPTDataset, corpora[n], bounds, count, name, cache_of(self.data, member.prefix)
+            )
             for n, member, count in zip(numbers, read, built, strict=True)
         ]
         if weights is None:
@@ -151,12 +153,14 @@ class _FileBuilder(Builder):
             datasets, weights, size, cache=cache or None, surplus=surplus, indices=self.indices
         )
 
-    def _cache(self, prefix: str) -> IndexCache:
-        if self.data.data_cache_path:
-            return IndexCache(self.data.data_cache_path, "--data-cache-path")
-        folder, name = os.path.split(prefix)
-        path = path_inside(folder, f"{name}/cache/GPTDataset_indices", below=True)
-        return IndexCache(str(path))
+
+def cache_of(data: DataConfig, prefix: str) -> IndexCache:
+    """Where the indices of a pair are kept."""
+    if data.data_cache_path:
+        return IndexCache(data.data_cache_path, "--data-cache-path")
+    folder, name = os.path.split(prefix)
+    path = path_inside(folder, f"{name}/cache/GPTDataset_indices", below=True)
+    return IndexCache(str(path))
 
 
 def _tokens(corpus: TokenSequences, sequences: range) -> int:

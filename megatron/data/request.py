@@ -26,7 +26,8 @@ class DataRequest:
     the head of each file is compared with the first. `identity`: the tokenizer's, which data must
     be made by, where the source checks that itself. `before`: where a run in epoch order is
     resumed. The batch sizes, `sample_formats` and `generated_samples` matter to packed samples
-    alone. Without `indices` the data sets are asked for their `order()` alone.
+    alone. Without `indices` the data sets are asked for their `order()` alone. `trains`: whether
+    training samples are among those requested.
     """
 
     sizes: Sequence[int | None]
@@ -36,6 +37,7 @@ class DataRequest:
     eod: int | None = 0
     check_tokens: bool = True
     indices: bool = True
+    trains: bool = True
     identity: Mapping[str, object] | None = None
     before: Before | None = None
     micro_batch_size: int = 1

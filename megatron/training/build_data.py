@@ -18,10 +18,10 @@ from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
-from megatron.data.sources import source_of
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.parallel.context import Axis
+from megatron.training.feature import data_source
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress, Run
 
@@ -77,7 +77,7 @@ def build_data(
 
         check_tokenizer(d, tokenizer.identity())
 
-    source = _source(d, provider)
+    source = _source(config, provider)
     rows: list[Row] = []
     before = (
         None
@@ -112,10 +112,10 @@ def build_data(
     )
 
 
-def _source(data: DataConfig, provider: DatasetsProvider | None) -> DataSource:
+def _source(config: Config, provider: DatasetsProvider | None) -> DataSource:
     """That of the flags, or a script's own."""
     if provider is None:
-        return source_of(data)
+        return data_source(config)
     from megatron.data.script_datasets import ScriptData
 
     return ScriptData(provider)
@@ -128,7 +128,7 @@ def planned_order(
     building its indices; scripts' own data are not asked. Raises ValueError and OSError as
     `build_data` does."""
     request = _request(config, plan, tokenizer, _mix_before(config, saved, consumed))
-    train, valid, _ = source_of(config.data).build(config.data, replace(request, indices=False), [])
+    train, valid, _ = data_source(config).build(config.data, replace(request, indices=False), [])
     sampler = _train_sampler(config, plan, train, Axis("dp", plan.data_parallel_size))
     return data_order_fingerprint(train, valid, None if sampler is None else sampler.order())
 

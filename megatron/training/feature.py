@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
+    from megatron.data.sources import DataSource
     from megatron.training.hook import Hook
     from megatron.training.logging.iteration import ResultWriter
     from megatron.training.logging.training_log import TrainingLog
@@ -62,6 +63,15 @@ class Feature(Extension):
         """Lines that --dry-run prints after the plan."""
         return ()
 
+    def stage_lines(self, line: CommandLine) -> Sequence[CommandLine]:
+        """The runs that this process makes in place of `line`, each from the checkpoint with which
+        the one before ended (`Hook.ends_stage`); none: only `line`."""
+        return ()
+
+    def data_source(self, source: DataSource, config: Config) -> DataSource:
+        """Where training samples come from, if not from `source`."""
+        return source
+
     def prepare(self) -> None:
         """What can fail before the ranks connect. Raises ValueError."""
 
@@ -93,3 +103,14 @@ class Feature(Extension):
 def features_of(config: Config) -> Iterator[Feature]:
     """The features of the program, whether the run asks for them or not."""
     return (group for group in vars(config).values() if isinstance(group, Feature))
+
+
+def data_source(config: Config) -> DataSource:
+    """Where samples come from: the source that the data flags choose, or what a feature makes of
+    it."""
+    from megatron.data.sources import source_of
+
+    source = source_of(config.data)
+    for feature in features_of(config):
+        source = feature.data_source(source, config)
+    return source

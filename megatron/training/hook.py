@@ -59,6 +59,11 @@ class Hook:
         """An iteration is over, trained or skipped, evaluated and saved; the run may exit next.
         `requests` are those of all ranks."""
 
+    def ends_stage(self, iteration: int) -> bool:
+        """Whether this run ends with `iteration`, and the next of its process goes on from
+        there."""
+        return False
+
     def on_end(self) -> None:
         """Training is over, finished or because the run exits early; the last save follows."""
 

@@ -191,6 +191,8 @@ class Trainer:
             return self._exit(f"exiting program after {self.agreement.minutes()} minutes")
         if exit_due:
             return self._exit(f"exiting program at iteration {iteration}")
+        if any(hook.ends_stage(iteration) for hook in self.hooks):
+            return self._exit(stage_end(iteration))
         return None
 
     def _end(self) -> None:
@@ -202,6 +204,11 @@ class Trainer:
         self.lines.leave()
         self.saving.save()
         return reason
+
+
+def stage_end(iteration: int) -> str:
+    """The reason for which a run exits where another goes on."""
+    return f"exiting program at iteration {iteration}, the end of a stage"
 
 
 def next_multiple(first: int, interval: int) -> int:
@@ -225,9 +232,9 @@ def train(
     forward_step: ForwardStep,
     lines: TrainingLog,
     started: float,
-) -> None:
-    """The run after set-up: train, save, evaluate, print the summary. `started`: when this process
-    started."""
+) -> str | None:
+    """The run after set-up: train, save, evaluate, print the summary; why it exits before its end.
+    `started`: when this process started."""
     trainer = Trainer(run, data, forward_step, lines, started)
     reason: str | None = None
     if run.config.training.skip_train:
@@ -250,3 +257,4 @@ def train(
     trainer.evaluation.close()
     lines.finish(reason, run.progress.iteration, trainer.saving.last_checkpoint())
     lines.close()
+    return reason

@@ -47,16 +47,17 @@ def build_tokenizer(config: Config) -> Tokenizer:
     return tokenizer
 
 
-def check(line: CommandLine) -> Tokenizer:
+def check(line: CommandLine, begins: bool = True) -> Tokenizer:
     """Exit with code 2 and one line per contradiction between the command line and its files;
-    otherwise return the tokenizer.
+    otherwise return the tokenizer. A run that does not begin with its process (`begins`) loads what
+    is not there yet.
 
     Raises ValueError and OSError for files that cannot be read.
     """
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
-        *_of_resume(line, plan, tokenizer),
+        *(_of_resume(line, plan, tokenizer) if begins else []),
         *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *([] if line.script.model_provider else _of_memory(line.config, plan)),
     ]
@@ -223,7 +224,8 @@ def _of_checkpoint(
     if saved is None:
         return
     differences = architecture.typed_differences(effective(saved).model, effective(config).model)
-    if wrong := architecture_problem(differences):
+    changing = config.changing_after(state.iteration) if state else set()
+    if wrong := architecture_problem(differences, changing):
         yield wrong
     if state is None:
         return

@@ -158,7 +158,8 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None
     state = checkpoint.state
     log.detail(f" checkpoint version {CHECKPOINT_VERSION}")
     saved = saved_config(checkpoint, type(config), bool(run.plan.own_model))
-    check_architecture(saved, config, strict=not c.finetune)
+    changing = config.changing_after(state.iteration)
+    check_architecture(saved, config, not c.finetune, changing)
     assert c.load is not None
     o = config.optimizer
     stateless = o.optimizer == "sgd" and not o.sgd_momentum

@@ -10,8 +10,11 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 
 
-def architecture_problem(wrong: Sequence[Difference]) -> str | None:
-    """The checkpoint is of another model."""
+def architecture_problem(
+    differences: Sequence[Difference], changing: Set[str] = frozenset()
+) -> str | None:
+    """The checkpoint is of another model, and not only in the fields `changing`."""
+    wrong = [one for one in differences if not changing >= set(one.fields)]
     if not wrong:
         return None
     lines = [

@@ -1,5 +1,7 @@
 """The flags a checkpoint was saved with, compared with those of this run."""
 
+from collections.abc import Set
+
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
@@ -34,15 +36,17 @@ def saved_config(
     return saved.config
 
 
-def check_architecture(saved: Config, now: Config, strict: bool) -> None:
-    """Raise ValueError for flags that make it another model; print every other difference. Not
-    `strict` (--finetune): print those of model and tokenizer, since the rest is meant to differ."""
+def check_architecture(
+    saved: Config, now: Config, strict: bool, changing: Set[str] = frozenset()
+) -> None:
+    """Raise ValueError for flags that make it another model, but for the fields `changing`; print
+    every other difference. Not `strict` (--finetune): print those of model and tokenizer, since the
+    rest is meant to differ."""
     saved, now = effective(saved), effective(now)
     wrong = architecture.differences(saved.model, now.model)
-    if wrong and strict:
-        raise ValueError(
-            architecture_problem(architecture.typed_differences(saved.model, now.model))
-        )
+    typed = architecture.typed_differences(saved.model, now.model)
+    if strict and (problem := architecture_problem(typed, changing)):
+        raise ValueError(problem)
     named = {field for difference in wrong for field in difference.fields}
     compared = [
         name

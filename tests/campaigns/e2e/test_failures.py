@@ -185,7 +185,7 @@ FAULTS = {
     "in a step": (LOOP, "train_step", 3),
     "in forward, in the middle of a step": (step.__name__, "make_batch", 4),
     "before the process group": (initialize.__name__, "initialize", 1),
-    "while the data is built": (build_data.__name__, "source_of", 1),
+    "while the data is built": (build_data.__name__, "data_source", 1),
 }
 
 
