@@ -255,7 +255,7 @@ def _passes(m: Mapping[str, Numbers], r: Runs, hbm: Numbers) -> Numbers:
     """What memory limits in the layers of a micro-batch. Of a token and layer, in elements of 2
     bytes: what norms, residual stream, rotary positions and layouts of heads read and write, and
     what the activation, experts and casts do."""
-    stream = m["stream"] * r.hidden * (1 / r.tp + 1) / 2
+    stream = m["stream"] * r.hidden / r.tp  # tensor-parallel ranks share sequences, too
     moe = r.moe_layers / r.layers
     width = ((1 - moe) * r.ffn + moe * (r.shared_ffn + r.topk * r.moe_ffn)) / r.tp
     wide = np.where(np.asarray(r.gated) > 0, 8, 6) * width
@@ -275,7 +275,8 @@ def _exchanged(
     near = 2 * collective(m, r, r.tp, 1, r.tokens * r.hidden * 2)
     tensor = (4 + 2 * r.again) * (1 - r.hides) * near * r.of_stage + near / r.pp
     ring = 2 * r.tokens * r.groups * 2 * r.head_dim / np.minimum(r.tp, r.groups) * r.cp
-    around = (3 + r.again) * collective(m, r, r.cp, r.tp, ring) * r.of_stage
+    point = {**m, "alpha_near": m["alpha_pipe"], "alpha_far": m["alpha_pipe"]}
+    around = (3 + r.again) * collective(point, r, r.cp, r.tp, ring) * r.of_stage
     context = overlapped(around, attention) - attention
     stride = np.where(np.asarray(r.etp) < r.tp, 1, r.tp)
     sent = r.tokens * r.topk * r.hidden * 2 / r.tp

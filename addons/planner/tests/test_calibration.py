@@ -66,22 +66,26 @@ def trained(ranks: int, flags: list[str], metrics: Path) -> float:
 
 
 def test_other_layouts_and_sizes_take_what_is_predicted(tmp_path):
-    log, machine = tmp_path / "calibration.jsonl", tmp_path / "mine.toml"
+    """Of three rounds the fastest of each run counts, as other programs may slow a round down."""
+    machine = tmp_path / "mine.toml"
     flags = flags_of(f"{MODEL} {RAMP}")
-    trained(1, flags, log)
+    logs, measured = {}, {name: [] for name in OTHERS}
+    for number in range(3):
+        log = tmp_path / f"calibration{number}.jsonl"
+        logs[trained(1, flags, log)] = log
+        for name, (ranks, text) in OTHERS.items():
+            metrics = tmp_path / f"{name}{number}.jsonl"
+            measured[name].append(trained(ranks, flags_of(text), metrics))
     tool = [sys.executable, str(ROOT / "tools" / "plan.py"), *flags, "--gpus", "1", "--gpu", "cpu"]
-    tool += ["--calibrate", str(log), "--output", str(machine)]
+    tool += ["--calibrate", str(logs[min(logs)]), "--output", str(machine)]
     print(subprocess.run(tool, check=True, capture_output=True, text=True).stdout)
     errors = {}
     for name, (ranks, text) in OTHERS.items():
-        flags = flags_of(text)
-        measured = trained(ranks, flags, tmp_path / f"{name}.jsonl")
-        line, problems = planned(flags, ranks)
+        line, problems = planned(flags_of(text), ranks)
         assert problems == []
         run = sizes(line.config, make_plan(line.config, ranks, 1000), load(str(machine)))
         predicted = float(sum(step_seconds(load(str(machine)).constants, run).values()))
-        errors[name] = predicted / measured - 1
-        print(
-            f"{name:18} {measured:8.4f} s measured {predicted:8.4f} predicted {errors[name]:+.1%}"
-        )
+        seconds = min(measured[name])
+        errors[name] = predicted / seconds - 1
+        print(f"{name:18} {seconds:8.4f} s measured {predicted:8.4f} predicted {errors[name]:+.1%}")
     assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
