@@ -230,13 +230,13 @@ def test_the_advice_shuns_runs_that_may_be_full():
 
 
 def metrics_file(tmp_path: Path, batches: list[int], milliseconds) -> str:
-    """What a run writes, 10 steps of each batch size; the first two are slow."""
+    """What a run writes, 6 steps of each batch size; the first three are slow."""
     lines = []
-    for number in range(10 * len(batches)):
-        batch = batches[number // 10]
+    for number in range(6 * len(batches)):
+        batch = batches[number // 6]
         row = {"iteration": number + 1, "lm_loss": 4.6, "grad_norm": 1, "learning_rate": 1e-4}
         row |= {"consumed_samples": 1, "consumed_tokens": 1, "global_batch_size": batch}
-        row |= {"elapsed_ms": milliseconds(batch) * (5 if number < 2 else 1)}
+        row |= {"elapsed_ms": milliseconds(batch) * (5 if number < 3 else 1)}
         lines.append(json.dumps(row | {"skipped": 0, "skip_reason": None}))
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(lines))
