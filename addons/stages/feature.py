@@ -42,7 +42,6 @@ class StagesConfig(Feature):
         flag="--stages",
         requires="save",
         excludes=(*_EXCLUDED, "phase_transition_iterations", "step_batch_size_schedule"),
-        dump=False,
         metavar="FILE",
         help="TOML file of stages, each with its end and the flags that change: data and weights, "
         "sequence length, batch sizes, rotary base and scaling, learning rate; each data set goes "
@@ -52,7 +51,6 @@ class StagesConfig(Feature):
         None,
         excludes=_EXCLUDED,
         per_run=True,
-        dump=False,
         metavar="N,N",
         help="save and exit at these iterations; the job that goes on from there may have other "
         "data, sequence length, rotary base and scaling, and each data set goes on where it "
