@@ -18,7 +18,7 @@ from megatron.training.batch import MicroBatch
 from megatron.training.step import forward_backward
 from megatron.training.step_sums import StepSums
 from tests.core.kernels.cuda.flash_on_cpu import on_cpu
-from tests.core.parity.layouts import LAYOUTS, LLAMA, SINKS
+from tests.core.parity.layouts import DELTA, GATED_DELTA, LAYOUTS, LLAMA, SINKS
 from tests.core.training.built_runs import built
 from tests.runs import NO_DROPOUT, SMALL, plot, train, with_flags
 
@@ -153,6 +153,17 @@ def test_experts_stay_out_of_the_graphs():
     gradients(*EXPERTS, *LAYERS, "--bf16", device="meta", backend="aot_eager")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
     assert_as_eager(EXPERTS, "fp64", "aot_eager")
+
+
+@pytest.mark.campaign
+def test_delta_rules_stay_out_of_the_graphs():
+    """However many layers: what precedes the rule, what follows it, and layers with attention; the
+    gradients are those of eager layers."""
+    for layers in "2", "6":
+        flags = (*LLAMA, *DELTA, "--num-layers", layers, "--bf16")
+        gradients(*flags, device="meta", backend="aot_eager")
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+    assert_as_eager(GATED_DELTA, "fp64", "aot_eager")
 
 
 def assert_as_eager(kind: tuple[str, ...], precision: str, backend: str) -> None:

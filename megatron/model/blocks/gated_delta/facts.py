@@ -91,12 +91,11 @@ class GatedDeltaNet(Mixer):
                 f"{f.say('context_parallel_size')}: the state of {variant} needs all earlier "
                 "tokens on a rank; use 1 [flags-exclude-each-other]"
             )
-        for name in ("fp8", "torch_compile"):  # compiled, a layer would be several graphs
-            if f[name]:
-                yield (
-                    f"{f.say(name)}: not with {variant}; omit one of the two "
-                    "[flags-exclude-each-other]"
-                )
+        if f["fp8"]:
+            yield (
+                f"{f.say('fp8')}: not with {variant}; omit one of the two "
+                "[flags-exclude-each-other]"
+            )
         if not f.ok(*names):
             return
         keys, values, tp = (f[name] for name in names)
