@@ -9,4 +9,4 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from tools.shared import room_program
 
 if __name__ == "__main__":
-    room_program.run("megatron.addons.convert.merge_checkpoints")
+    room_program.run("megatron.addons.averaging.merge_checkpoints")

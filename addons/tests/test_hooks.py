@@ -38,6 +38,7 @@ def test_the_order_is_that_of_the_table(tmp_path):
         save_interval=5,
         verify_step_interval=2,
         phase_transition_iterations="2",
+        ema_decay=0.9,
     )
     run.services.signals.monitor = SimpleNamespace(limits=None)
     core = hooks.build_hooks(run, None, Evaluation(), SavePolicy(), Skipping())

@@ -26,6 +26,9 @@ class Demands:
     vetoes: bool = False  # it is asked before each update, so that each step has its norm
     # copies of the run that a rank keeps in host memory, by the flag that asks for them
     host_copies: Mapping[str, int] = field(default_factory=dict)
+    # averages of the main weights: a rank has as much of them, and a checkpoint
+    averages: int = 0
+    averages_on_host: bool = False  # and not on the device
     profile_folder: str | None = None  # where it shows profiles
     # the flags that ask for the largest attention scores of a step
     scores: tuple[str, ...] = ()

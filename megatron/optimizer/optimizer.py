@@ -7,7 +7,7 @@ as functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,6 +115,9 @@ class MixedPrecisionOptimizer:
         self._scales = [embed_grad_scale if name in EMBEDDINGS else 1.0 for name in self._names]
         self._counts = [bool(ranks.counts(param)) for param in self._params]
         self._main = [_main_weight(param) for param in self._params]
+        # what a feature keeps of each main weight, by key: checkpoints have it under
+        # optimizer.KEY.NAME, and without such a tensor it starts as the main weight
+        self.kept: dict[str, list[torch.Tensor]] = {}
         by_param = dict(zip(map(id, self._params), self._main, strict=True))
         for group in groups:
             group["params"] = [by_param[id(param)] for param in group["params"]]
@@ -135,6 +138,11 @@ class MixedPrecisionOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's groups: a scheduler writes `lr` and `weight_decay` into them."""
         return self.inner.param_groups
+
+    @property
+    def weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter (or part of one) and its main weight, which may be its memory."""
+        return list(zip(self._params, self._main, strict=True))
 
     @property
     def loss_scale(self) -> float:
@@ -247,6 +255,21 @@ class MixedPrecisionOptimizer:
             torch._foreach_copy_(
                 [main for main, _ in pairs], [param.detach() for _, param in pairs]
             )
+        self.start_kept(self.kept_tensors())
+
+    def kept_tensors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """What features keep, by its name in a checkpoint, each tensor with its main weight."""
+        return {
+            f"optimizer.{key}.{name}": (tensor, main.detach())
+            for key, kept in self.kept.items()
+            for name, tensor, main in zip(self._names, kept, self._main, strict=True)
+        }
+
+    def start_kept(self, names: Iterable[str]) -> None:
+        """Start these of `kept_tensors` from their main weights."""
+        pairs = self.kept_tensors()
+        for tensor, main in map(pairs.__getitem__, names):
+            tensor.copy_(main)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors by global name, live (write into them to load, copy them to keep
@@ -254,8 +277,8 @@ class MixedPrecisionOptimizer:
 
         optimizer.exp_avg.<name>, optimizer.exp_avg_sq.<name> (Adam) or
         optimizer.momentum_buffer.<name> (Muon, SGD with momentum), NorMuon's
-        optimizer.neuron_exp_avg_sq.<name>, and optimizer.fp32_param.<name> for low-precision
-        parameters; all with the parameter's local shape.
+        optimizer.neuron_exp_avg_sq.<name>, optimizer.fp32_param.<name> for low-precision
+        parameters, and what features keep; all with the parameter's local shape.
         """
         tensors: dict[str, torch.Tensor] = {}
         for name, param, main in zip(self._names, self._params, self._main, strict=True):
@@ -264,7 +287,7 @@ class MixedPrecisionOptimizer:
                     tensors[f"optimizer.{key}.{name}"] = self.inner.state[main][key]
             if param.dtype in LOW_PRECISION:
                 tensors[f"optimizer.fp32_param.{name}"] = main.detach()
-        return tensors
+        return tensors | {name: kept for name, (kept, _) in self.kept_tensors().items()}
 
     def counters(self) -> dict[str, Any]:
         """The JSON-able rest of the state: optimizer kind, number of updates made, loss scale."""

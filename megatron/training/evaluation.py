@@ -35,7 +35,7 @@ class Evaluation(Hook):
         self._lines = lines
         self._agreement = agreement
         self._hooks = hooks
-        self._valid_samples: dict[int, Iterator[MicroBatch]] = {}
+        self._valid_samples: dict[tuple[str, int], Iterator[MicroBatch]] = {}
         # of each data set that was evaluated, by its id()
         self._bytes_per_token: dict[int, float | None] = {}
         self._done = False  # the validation after the last iteration
@@ -120,19 +120,21 @@ class Evaluation(Hook):
             self._run.config.training.eval_iters * self._run.plan.evaluation_batch.num_microbatches
         )
 
-    def _validation_samples(self, number: int) -> tuple[Iterator[MicroBatch], int]:
+    def _validation_samples(
+        self, number: int, weights: str = ""
+    ) -> tuple[Iterator[MicroBatch], int]:
         """The samples of a validation set, and how many micro-batches of them one validation
-        reads."""
+        reads; with other `weights` the same ones again."""
         run = self._run
         t = self._run.config.training
         sampler = self._data.valid_samplers[number]
         full = run.config.data.full_validation
-        if full or number not in self._valid_samples:
+        if full or weights or (weights, number) not in self._valid_samples:
             first = 0 if full or t.skip_train else run.progress.consumed_valid_samples
             samples = Samples(self._data.valid[number], run.plan.vocab_size)
             # resumed with other --eval-iters, a run may come to their end, and begins again
             starts = itertools.chain([first], () if full else itertools.repeat(0))
-            self._valid_samples[number] = open_samples(
+            self._valid_samples[weights, number] = open_samples(
                 run.config,
                 run.plan,
                 samples,
@@ -141,7 +143,7 @@ class Evaluation(Hook):
         remaining = sampler.micro_batches_left(0)
         # take micro-batches in rounds
         stages = run.config.parallel.pipeline_model_parallel_size
-        return self._valid_samples[number], (
+        return self._valid_samples[weights, number], (
             remaining // stages * stages if full else self._eval_micro_batches()
         )
 
@@ -158,22 +160,33 @@ class Evaluation(Hook):
         self._done = final
         for hook in self._hooks:
             hook.before_evaluation()
-        several = run.config.data.multiple_validation_sets
+        time_up = self._validate_all(prefix, report, final)
+        for weights, in_the_model in run.other_weights.items():
+            with in_the_model() as are_there:
+                if are_there and not time_up:
+                    time_up = self._validate_all(prefix, report, final, weights)
+        if not run.config.data.full_validation:
+            run.progress.consumed_valid_samples += (
+                self._eval_micro_batches() * run.plan.evaluation_batch.divisor
+            )
+        return time_up
+
+    def _validate_all(
+        self, prefix: str, report: Callable[[str], None], final: bool, weights: str = ""
+    ) -> bool:
+        """Each validation set with the weights that the model has; whether the time is up."""
+        several = self._run.config.data.multiple_validation_sets
         time_up = False
         for number, name in enumerate(self._data.valid_names):
-            samples, count = self._validation_samples(number)
+            samples, count = self._validation_samples(number, weights)
             time_up = time_up or self._evaluate(
                 self._data.valid[number],
                 samples,
                 count,
                 prefix,
                 report,
-                f"-{name}" if several else "",
+                f"-{name}" * several + f"-{weights}" * bool(weights),
                 final=final,
-            )
-        if not run.config.data.full_validation:
-            run.progress.consumed_valid_samples += (
-                self._eval_micro_batches() * run.plan.evaluation_batch.divisor
             )
         return time_up
 

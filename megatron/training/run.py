@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -113,6 +114,11 @@ class Run:
     before_update: list[Callable[[int, float, float], Veto | None]] = field(default_factory=list)
     # of a feature: the micro-batch with weights of its tokens in `loss_mask`, in training
     weigh: Callable[[Batch], Batch] = lambda batch: batch
+    # what is validated beside the weights that are trained, by name: while the context is open the
+    # model has these weights; it gives False where there are none yet
+    other_weights: dict[str, Callable[[], AbstractContextManager[bool]]] = field(
+        default_factory=dict
+    )
     # of the metrics that forward_step returns; None before the first step
     metric_names: tuple[str, ...] | None = None
     kernels: dict[str, str] = field(default_factory=dict)  # what computes each operation

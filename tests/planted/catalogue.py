@@ -46,6 +46,7 @@ DEPTHS = "tests/core/training/test_mtp.py"
 DRAFTS = "tests/tools/inference/test_speculative.py"
 STAGES = "addons/stages/tests/test_positions.py"
 SCRIPTS = "addons/megatron_api/tests/test_scripts.py"
+EMA = "addons/averaging/tests/test_ema.py::test_it_is_that_of_the_formula_in_each_layout"
 OWN_MODEL = "tests/core/training/test_script_model.py"
 REWIND = f"{ACTIONS}::test_rewind_from_memory_is_the_run_started_again[async save, a worker]"
 NO_UPDATE = f"{ACTIONS}::test_a_nan_gradient_or_a_spike_changes_nothing"
@@ -101,6 +102,31 @@ BUGS = {
         "(count * left_weight + (total >> 1)) // total",
         "((count + 1) * left_weight + (total >> 1)) // total",
         f"{STAGES}::test_draws_at_extreme_weights[weights3]",
+    ),
+    # Averaged weights.
+    "the average is of bf16 copies": Bug(
+        "addons.averaging.average.update",
+        "[main.detach() for _, main in run.optimizer.weights]",
+        "[param.detach().float() for param, _ in run.optimizer.weights]",
+        "addons/averaging/tests/test_ema.py::test_of_bf16_it_averages_the_fp32_main_weights",
+    ),
+    "the average moves with a skipped update": Bug(
+        "addons.averaging.average.WeightAverage.after_step",
+        "result.skipped is None",
+        "True",
+        "addons/averaging/tests/test_ema.py::test_a_skipped_update_leaves_it",
+    ),
+    "the average's decay counts twice": Bug(
+        "addons.averaging.average.update",
+        "1.0 - decay",
+        "1.0 - decay**2",
+        f"{EMA}[one process]",
+    ),
+    "the average is lost in another layout": Bug(
+        "megatron.training.checkpointing.load._read_tensors",
+        "run.optimizer.kept_tensors().keys() - stored if with_optimizer else set()",
+        "set(run.optimizer.kept_tensors())",
+        f"{EMA}[dp2, ZeRO-3]",
     ),
     # A check of nodes.
     "one slow round names a rank": Bug(

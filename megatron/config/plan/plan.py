@@ -482,7 +482,7 @@ def bytes_per_rank(
     `shard`: which of the ranks that share the last two; without it that with the most. Activations
     are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
     each). Where ranks share gradients, "whole units" are the weights and gradients beside a rank's
-    shards, at their peak.
+    shards, at their peak. Averages of the main weights are among these unless the host has them.
     """
     precision = config.precision
     n = parameters_per_rank(config, plan, stage)
@@ -509,13 +509,18 @@ def bytes_per_rank(
             weights = n - sum(layout.sizes) + gradients
         peaks = [each.peak for each in passes(config, plan, stage)]
         of_units = {"whole units": max(map(sum, peaks))}
+    main = BYTES[precision.main_dtype]
+    averages = owned * main * sum(demands.averages for demands in config.demands)
+    of_host = {}
+    if any(demands.averages_on_host for demands in config.demands):
+        of_host, averages = {"averages on the host": averages}, 0
     return {
         "weights": weights * BYTES[precision.params_dtype],
         "gradients": gradients * BYTES[precision.grad_dtype],
         **of_units,
-        "main weights": owned * BYTES[precision.main_dtype] if low else 0,
-        "optimizer moments": owned * moment_bytes(config)
-        - fewer * matrices * BYTES[precision.main_dtype],
+        **of_host,
+        "main weights": owned * main * low + averages,
+        "optimizer moments": owned * moment_bytes(config) - fewer * matrices * main,
         # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps
         # before and of this one
         "FP8 scales": len(fp8_layers(config, plan, stage)) * 3 * (2 + history) * 4,

@@ -18,7 +18,8 @@ def checkpoint_bytes(config: Config, plan: Plan) -> int:
     main = BYTES[precision.main_dtype]
     trained = sum(spec.size for spec in plan.trained)
     matrices = sum(spec.size for spec in plan.trained if by_muon(config, spec))
-    copies = main * (precision.fp16 or precision.bf16) + moment_bytes(config)
+    averages = sum(demands.averages for demands in config.demands)
+    copies = main * ((precision.fp16 or precision.bf16) + averages) + moment_bytes(config)
     return weights + trained * copies - (2 - config.muon.states) * matrices * main
 
 

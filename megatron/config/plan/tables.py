@@ -54,7 +54,8 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
     for stage in stages:
         state = bytes_per_rank(config, plan, stage)
         optimizer = state["main weights"] + state["optimizer moments"] + state["FP8 scales"]
-        together = sum(state.values()) + by_stage[stage].total
+        on_device = sum(state.values()) - state.get("averages on the host", 0)
+        together = on_device + by_stage[stage].total
         rows.append(
             [
                 f"{number:,}"

@@ -240,6 +240,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             " the checkpoint has no FP8 scales of this --fp8-amax-history-len: the amax history "
             "is reset"
         )
+    new_kept = run.optimizer.kept_tensors().keys() - stored if with_optimizer else set()
     changed = {}
     if with_optimizer:
         unknown |= _begin_state(run, stored, reader.of_one_rank)
@@ -251,7 +252,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
             f" the checkpoint has no {', '.join(sorted(new))}: started from initial values"
         )
     for name, sharding, _, own in own_tensors(run):
-        if name.startswith("optimizer.") and not with_optimizer or name in unknown:
+        if name.startswith("optimizer.") and not with_optimizer or name in unknown | new_kept:
             continue
         if additions.get(sharding.name) in new:
             continue
@@ -262,6 +263,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         for box, tensor in own:
             read_into(tensor, reader, source, sharding, box, run.plan.vocab_size)
     reader.wait()
+    _start_kept(run, new_kept)
     for key, dtypes in changed.items():
         saved, now = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
@@ -292,6 +294,14 @@ def _begin_state(run: Run, stored: Set[str], of_one_rank: bool) -> set[str]:
     for name in begun & (tensors := run.optimizer.tensors()).keys():
         tensors[name].zero_()
     return begun
+
+
+def _start_kept(run: Run, names: Set[str]) -> None:
+    """Start what features keep of the main weights and the checkpoint lacks."""
+    run.optimizer.start_kept(names)
+    if names:
+        keys = ", ".join(sorted({name.split(".", 2)[1] for name in names}))
+        log.print_rank_0(f" the checkpoint has no {keys} of its weights: started from them")
 
 
 def _check_names(run: Run, stored: set[str], reader: Reader) -> None:

@@ -5,40 +5,28 @@ A SOURCE is a run directory, of which all checkpoints are taken or the --merge-w
 iter_XXXXXXX in one, oldest first. They may be of different layouts. Weights are read from the fp32
 copies of the optimizer where there are some, summed in float64, and rounded once. Expert biases of
 routers are averaged like weights. The moments of Adam are not merged: the result has no optimizer
-state.
+state. With --ema it is the average that a run with --ema-decay kept, for every tool that takes a
+checkpoint; expert biases are those of the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import cos, isfinite, pi, sqrt
+from math import isfinite
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron.arguments import arg
-from tools.shared.program import run_program
+from tools.shared.program import complain, run_program
 
-from .options import local
-
-# what is left of the learning rate when this part of the checkpoints is behind: 1 to 0
-DECAYS = MappingProxyType(
-    {
-        "linear": lambda part: 1 - part,
-        "cosine": lambda part: (1 + cos(pi * part)) / 2,
-        "1-sqrt": lambda part: 1 - sqrt(part),
-    }
-)
+from .decays import DECAYS, decay_weights
 
 
-def decay_weights(decay: Callable[[float], float], count: int) -> list[float]:
-    """The weight of each of `count` checkpoints, oldest first, with a sum of 1.
+def local(word: str) -> Path:
+    """A path. Raises ValueError for a URL."""
+    from ..convert.options import local
 
-    The steps between two checkpoints are in all later ones. They are to count as `decay` says for
-    that time, so the weight of a checkpoint is the loss of `decay` from it to the next.
-    """
-    factors = [decay(number / count) for number in range(count)] + [0.0]
-    return [here - after for here, after in zip(factors, factors[1:], strict=False)]
+    return local(word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +41,11 @@ class Options:
         ("linear",),
         help="the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number "
         "for each, oldest first, which are divided by their sum",
+    )
+    ema: bool = arg(
+        False,
+        help="the averages of --ema-decay in the place of the weights; of a run directory those of "
+        "the newest checkpoint, unless --merge-window is given",
     )
     sources: tuple[Path, ...] = arg(
         position="positional", metavar="SOURCE", parse=local, help="run directories, iter_XXXXXXX"
@@ -90,16 +83,24 @@ def _check(options: Options) -> list[str]:
 def _merge(options: Options) -> None:
     from .merge import merge
 
-    print(merge(options.sources, options.save, options.merge_window, options.weights))
+    window, weights = options.merge_window, options.weights
+    print(merge(options.sources, options.save, window, weights, options.ema))
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line."""
-    return run_program(
-        Options,
-        _merge,
-        argv,
-        prog="merge_checkpoints.py",
-        description=__doc__ or "",
-        check=_check,
-    )
+    try:
+        return run_program(
+            Options,
+            _merge,
+            argv,
+            prog="merge_checkpoints.py",
+            description=__doc__ or "",
+            check=_check,
+        )
+    except ModuleNotFoundError:
+        needs = (
+            "addons/convert/ is not there, which reads and writes checkpoints; install the suite"
+        )
+        complain(ValueError(f"{needs} with it [feature-not-installed]"))
+        return 2

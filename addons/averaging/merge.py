@@ -14,15 +14,17 @@ from megatron.config import architecture
 from megatron.config.run_directory import FINAL, iteration_directory, iterations
 from megatron.training.checkpointing.resume_checks import vocabulary_problem
 
-from .hf_files import new_folder
-from .links import ConversionError
-from .native import NativeCheckpoint, write_checkpoint
+from ..convert.hf_files import new_folder
+from ..convert.links import ConversionError
+from ..convert.native import NativeCheckpoint, write_checkpoint
 
 MASTER = "optimizer.fp32_param."
+AVERAGE = "optimizer.ema."  # of --ema-decay
 
 
-def _checkpoints(sources: Sequence[Path], window: int | None) -> list[Path]:
-    """The folders that are merged, oldest first. Raises ConversionError where they are not two."""
+def _checkpoints(sources: Sequence[Path], window: int | None, least: int) -> list[Path]:
+    """The folders that are merged, oldest first. Raises ConversionError where they are less than
+    `least`."""
     folders = []
     for source in sources:
         numbers = [] if FINAL.fullmatch(source.name) else iterations(source)
@@ -33,7 +35,7 @@ def _checkpoints(sources: Sequence[Path], window: int | None) -> list[Path]:
             )
         newest = numbers[-window:] if window else numbers
         folders += [iteration_directory(source, number) for number in newest] or [source]
-    if len(folders) < 2:
+    if len(folders) < least:
         raise ConversionError(
             f"{', '.join(map(str, folders))}: a mean needs two checkpoints or more; give more of "
             "them, or a run directory with several"
@@ -65,9 +67,20 @@ def _check_alike(all_of: Sequence[NativeCheckpoint], rows: int) -> None:
             )
 
 
+def _check_averages(all_of: Sequence[NativeCheckpoint]) -> None:
+    """Raise ConversionError where one has no averages."""
+    for native in all_of:
+        if not any(name.startswith(AVERAGE) for name in native.reader.names()):
+            raise ConversionError(
+                f"--ema: {native.checkpoint.directory} has no averages of its weights; omit the "
+                "flag, or train with --ema-decay [checkpoint-without-averages]"
+            )
+
+
 def _mean(
     all_of: Sequence[NativeCheckpoint],
     weights: Sequence[float],
+    prefix: str,
     name: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -75,7 +88,7 @@ def _mean(
     """Of the tensor of this name: what each checkpoint has, times its weight, summed."""
     total = torch.zeros(shape, dtype=torch.float64)
     for native, weight in zip(all_of, weights, strict=True):
-        names = (MASTER + name, name)
+        names = (prefix + name, name)
         stored = next(each for each in names if each in native.reader.manifest.tensors)
         total.add_(native.read(stored, shape), alpha=weight)
     return total.to(dtype)
@@ -86,11 +99,13 @@ def merge(
     target: Path,
     window: int | None,
     weights_of: Callable[[int], list[float]],
+    ema: bool = False,
 ) -> str:
     """Write a run directory with the mean of checkpoints, weighted by what `weights_of` gives for
-    their number. Returns what to say of it. Raises ConversionError."""
+    their number; `ema`: of the averages that they have. Returns what to say of it. Raises
+    ConversionError."""
     new_folder(target)
-    folders = _checkpoints(sources, window)
+    folders = _checkpoints(sources, window or int(ema), 1 if ema else 2)
     weights = weights_of(len(folders))
     with ExitStack() as stack:
         all_of = [stack.enter_context(NativeCheckpoint(folder)) for folder in folders]
@@ -98,10 +113,13 @@ def merge(
         # layouts pad the vocabulary differently; its padding is not merged
         rows = newest.vocab_size()
         _check_alike(all_of, rows)
+        if ema:
+            _check_averages(all_of)
         entries = []
         for name in newest.weights():
             dtype, shape = newest.header(name, rows)
-            mean = partial(_mean, all_of, weights, name, dtype, shape)
+            prefix = AVERAGE if ema else MASTER
+            mean = partial(_mean, all_of, weights, prefix, name, dtype, shape)
             entries.append(Entry(name, dtype, shape, mean))
         flags, files = newest.kept_tokenizer()
         family = newest.base.get("model_type", "")
