@@ -75,7 +75,7 @@ lint: $(VENV)/.dev  ## ruff check, ruff format --check, lint-imports, mypy
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) -m mypy
-	$(PY) -m mypy -m bench.faults.__main__ -m bench.quality
+	$(PY) -m mypy -m bench.faults.__main__ -m bench.quality -m bench.merging
 
 docs: $(PY) requirements/docs.txt  ## the site in build/site: fails for a dead link or a page outside the navigation
 	@$(PIP) -r requirements/docs.txt
