@@ -3,11 +3,21 @@ ledger has the samples that the data sets give."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from tests.runs import EXACT, NO_DROPOUT, SMALL, same_tensors, train, with_flags, write_text
+from tests.runs import (
+    EXACT,
+    NO_DROPOUT,
+    SMALL,
+    same_tensors,
+    stop_in,
+    train,
+    with_flags,
+    write_text,
+)
 
 STAGES = """
 [[stage]]
@@ -28,6 +38,7 @@ lr = 0.001
 min-lr = 0.0001
 """
 ENDS = "3,9"
+FP64 = "--fp64"
 # the flags of the three stages as those of three jobs
 JOBS = (
     "--data-path 0.7 {0}/a 0.3 {0}/b --seq-length 32 "
@@ -89,3 +100,33 @@ def test_three_stages_are_three_jobs(texts, tmp_path, layout):
     assert resumed.resumes[0] == 0 or 5 in resumed.resumes
     assert resumed.series(*EXACT) == run.series(*EXACT)
     same_tensors(resumed.tensors(), run.tensors())
+
+
+def test_a_signal_at_the_end_of_a_stage_ends_the_run(texts, tmp_path):
+    """The next stage is for the job that resumes."""
+    stages = ("--stages", str(texts / "stages.toml"))
+    run = train(
+        tmp_path / "run",
+        argv(texts, tmp_path / "run/save", *stages),
+        hook=functools.partial(stop_in, 3),
+    )
+    assert run.saved == [3] and len(run.rows) == 3
+
+
+@pytest.mark.campaign
+def test_rotary_base_and_length_change_alike_in_a_layout(texts, tmp_path):
+    """With tensor parallelism the losses and norms of one process, after the change too."""
+    base = argv(texts, tmp_path / "one/save", "--stages", str(texts / "stages.toml"), FP64)
+    one = train(tmp_path / "one", base)
+    save = ("--save", str(tmp_path / "two/save"), "--load", str(tmp_path / "two/save"))
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    two = train(tmp_path / "two", with_flags(base, *save, *layout), 2)
+    for row, other in zip(one.rows, two.rows, strict=True):
+        assert row["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-10)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-10)
+    # Adam's moments go on: v is at least what is left of it after the six updates of the stage
+    before, after = one.tensors(3), one.tensors(9)
+    names = [name for name in before if name.startswith("optimizer.exp_avg_sq.")]
+    assert names and all(before[name].max() > 0 for name in names)
+    for name in names:
+        assert (after[name] >= before[name] * (0.999**6 * (1 - 1e-9))).all(), name
