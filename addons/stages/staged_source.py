@@ -349,8 +349,16 @@ def _weights(split: SplitFiles, length: int) -> tuple[list[Member], list[int]]:
 def _taken(order: Mapping[str, Any], before: Before | None) -> dict[str, int]:
     """Tokens that each data set gave before the stage, by fingerprint. Raises ValueError for a
     checkpoint that is within a stage of another order."""
-    saved = before.order if before else {}
-    if before is None or saved.get("kind") != KIND:
+    if before is None:
+        return {}
+    saved = before.order
+    if saved.get("kind") != KIND:
+        if before.consumed != order["since"]:
+            raise ValueError(
+                f"--load: the checkpoint was trained without stages, and {before.consumed} samples "
+                "are within one, whose order is another; go on from a checkpoint at the end of a "
+                "stage, or start again [data-order-differs]"
+            )
         return {}  # which the comparison of all data orders judges
     taken: dict[str, int] = dict(saved["taken"])
     if before.consumed == saved["until"] == order["since"]:

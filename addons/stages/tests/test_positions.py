@@ -204,3 +204,16 @@ def test_within_a_stage_nothing_changes(texts, order):
     with raises(ValueError, "data-order-differs", "until"):
         moved = of_stages(texts, STAGES.replace("= 10", "= 12"), order)[0].config
         data_source(moved).build(moved.data, DataRequest(**{**vars(request), "before": within}), [])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_run_without_stages_goes_on_between_two(texts, order):
+    """Its data sets begin with their first token then; within a stage it is refused."""
+    first, second, _ = of_stages(texts, STAGES, order)
+    request = {"sizes": (second.samples[1], 0, 0), "sequence_length": 77, "vocab_size": 2000}
+    between = DataRequest(**request, before=Before({"kind": "EpochBlend"}, first.samples[1]))
+    train, _, _ = data_source(second.config).build(second.config.data, between, [])
+    assert [part.start for part in train.datasets] == [0, 0]
+    within = DataRequest(**request, before=Before({"kind": "EpochBlend"}, first.samples[1] + 1))
+    with raises(ValueError, "data-order-differs", first.samples[1] + 1):
+        data_source(second.config).build(second.config.data, within, [])
