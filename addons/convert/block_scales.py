@@ -4,11 +4,12 @@ them, in full precision."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .links import ConversionError, Header
+
+if TYPE_CHECKING:
+    import torch
 
 SCALE = "_scale_inv"  # behind the name of a weight: the name of its scales
 Block = tuple[int, int]
@@ -29,6 +30,8 @@ def full_precision(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
     """Headers of a folder whose weights with scales have the dtype of config.json (bfloat16 if it
     says none), without the scales. Raises ConversionError for scales of another number than blocks.
     """
+    import torch
+
     block = block_of(config)
     if block is None:
         return dict(headers)
@@ -51,6 +54,8 @@ def full_precision(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """That of the weights in full precision."""
+    import torch
+
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
@@ -59,6 +64,8 @@ def dequantized(
     weight: torch.Tensor, scales: torch.Tensor, block: Block, dtype: torch.dtype
 ) -> torch.Tensor:
     """weight [out, in] times the scale of its block, a float32 product rounded once to `dtype`."""
+    import torch
+
     rows, columns = weight.shape
     wide = scales.float().repeat_interleave(block[1], 1)[:, :columns]
     found = torch.empty(weight.shape, dtype=dtype)

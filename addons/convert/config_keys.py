@@ -13,6 +13,8 @@ from megatron import small_files
 
 from .links import ConversionError
 
+CONFIG = "config.json"
+
 # Keys that change neither shapes nor numbers of a forward pass without dropout: for training,
 # generation or book-keeping.
 HARMLESS = frozenset(

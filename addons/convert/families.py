@@ -12,14 +12,23 @@ from typing import Any
 
 from megatron.config import architecture
 from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.tree import Config
 
 from .block_scales import block_of
-from .config_keys import FULL_CONTEXT, Keys, read_json
-from .family_table import Family
+from .config_keys import CONFIG, FULL_CONTEXT, Keys, read_json
+from .family_table import Family, NeedsExperts
 from .links import SHOWN, ConversionError
 from .options import families
 
+
+class CannotExpress(ConversionError):
+    """What a family cannot express of a model."""
+
+
 FAMILIES = families()
+# in the run directory of an imported model: its config.json and tokenizer files
+ORIGIN = "huggingface"
 
 # What tests/test_verified_exports.py compared with transformers: by family the values of
 # `features`, all pairs of them but those `apart`.
@@ -127,7 +136,7 @@ def config_for(
             f"{difference.name} is {difference.saved}, there it is {difference.now}"
             for difference in differ
         )
-        raise ConversionError(f"a {family.model_type} model cannot express this one: {differences}")
+        raise CannotExpress(f"a {family.model_type} model cannot express this one: {differences}")
     return config
 
 
@@ -174,19 +183,61 @@ def notes_on(config: Mapping[str, Any], model: ModelConfig) -> list[str]:
     return notes
 
 
+def base_folder(run_directory: Path, d: TokenizerConfig) -> Path | None:
+    """The folder with config.json and tokenizer files of the model that a run began with, if it is
+    known."""
+    files = [Path(file) for file in (d.tokenizer_model, d.vocab_file) if file]
+    folders = [run_directory / ORIGIN, *files, *(file.parent for file in files)]
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def family_of(model: ModelConfig, base: Mapping[str, Any], name: str | None = None) -> Family:
+    """The family that is named, else that of the `base`, else the first that can express the model.
+    Raises ConversionError where none can."""
+    if name or base.get("model_type") in FAMILIES:
+        return FAMILIES[name or base["model_type"]]
+    return fitting(model)
+
+
 def fitting(model: ModelConfig) -> Family:
     """The first family that can express the model. Raises ConversionError, saying why for the
     closest ones."""
-    reasons = []
+    reasons: list[ConversionError] = []
     for family in FAMILIES.values():
         try:
             config_for(family, model, 1, {})
             return family
+        except NeedsExperts:
+            pass  # says nothing of what would fit
         except ConversionError as error:
-            reasons.append(str(error))
+            reasons.append(error)
+    reasons.sort(key=lambda error: (not isinstance(error, CannotExpress), len(str(error))))
     raise ConversionError(
-        "no family of Hugging Face models fits; " + "\n".join(sorted(reasons, key=len)[:SHOWN])
+        "no family of Hugging Face models fits; " + "\n".join(map(str, reasons[:SHOWN]))
     )
+
+
+def why_not(config: Config, run_directory: Path) -> list[str]:
+    """What keeps a run from being written as a Hugging Face directory: no family of models can
+    express it, or the tests compared no such export with transformers."""
+    folder = base_folder(run_directory, config.data)
+    base = read_json(folder / CONFIG) if folder else {}
+    try:
+        family = family_of(config.model, base)
+        config_for(
+            family, config.model, 1, base if base.get("model_type") == family.model_type else {}
+        )
+    except ConversionError as error:
+        closest, *_ = str(error).splitlines()
+        return [f"{closest}; omit the flag [not-converted]"]
+    gaps = unverified(family.model_type, config.model)
+    if not gaps:
+        return []
+    return [
+        f"the tests compared no {family.model_type} export with {'; '.join(gaps[:SHOWN])} with "
+        "transformers; omit the flag, and export checkpoints with tools/convert_checkpoint.py "
+        "hf-export, which compares each [export-not-verified]"
+    ]
 
 
 # --- what the tests compared with transformers

@@ -47,6 +47,7 @@ from .links import (
     ROW,
     SAME,
     TRANSPOSED,
+    ConversionError,
     Names,
     Transform,
 )
@@ -1080,7 +1081,7 @@ def _normalization(m: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_moe(m: ModelConfig) -> dict[str, Any]:
-    dense = [layer for layer in range(m.num_layers) if not m.is_moe_layer(layer)]
+    dense = sorted({*range(m.num_layers)} - {*_layers_with_experts(m)})
     return {
         **_normalization(m),
         "decoder_sparse_step": 1,
@@ -1098,8 +1099,15 @@ def _all_windows(m: ModelConfig) -> dict[str, Any]:
     return {"use_sliding_window": m.window is not None, "sliding_window": m.window}
 
 
+class NeedsExperts(ConversionError):
+    """A family of models with experts cannot express one without."""
+
+
 def _layers_with_experts(m: ModelConfig) -> list[int]:
-    return [layer for layer in range(m.num_layers) if m.is_moe_layer(layer)]
+    layers = [layer for layer in range(m.num_layers) if m.is_moe_layer(layer)]
+    if not layers:
+        raise NeedsExperts("no layer of the model has experts, as those of this family have")
+    return layers
 
 
 def _shared_count(m: ModelConfig) -> int:

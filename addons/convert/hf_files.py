@@ -8,8 +8,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,9 @@ from megatron.checkpoint.safetensors_file import DTYPES, Entry, row_major, write
 from megatron.checkpoint.safetensors_reader import SafetensorsFile
 from megatron.config.checkpoint import is_url
 from megatron.small_files import path_inside, read_bytes, safe_name
-from tools.shared.progress import Progress, counted
 
 from .block_scales import SCALE, block_of, dequantized, dtype_of, full_precision
-from .config_keys import read_json
+from .config_keys import CONFIG, read_json
 from .links import ConversionError, Header
 from .stores.kept_shards import KeptShards
 from .stores.remote_folder import RemoteFolder, opened, remote_of
@@ -33,7 +32,6 @@ from .stores.remote_folder import RemoteFolder, opened, remote_of
 if TYPE_CHECKING:
     from ..object_storage.run_directories import Remote
 
-CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # All files of a model other than weights and code: copied on import and on export.
@@ -221,12 +219,17 @@ def write_folder(
     files: Mapping[str, Path | bytes],
     limit: int,
     source: str,
+    check: Callable[[Path, KeptShards], None] | None = None,
 ) -> list[str]:
     """Write the folder atomically; `files` are written into it under these names. A local one has a
     temporary name until it is complete; complete shards of a killed export of the same `source` are
     kept. In a store config.json comes last, and one shard at a time is on the disk. Returns the
-    names of the shards."""
-    new_target(target)
+    names of the shards.
+
+    `check` is called with a local one before it gets its name, and raises what is wrong; then it
+    takes the place of a folder that is there already."""
+    if check is None:
+        new_target(target)
     shards = shards_of(tensors, limit)
     count = len(shards)
     names = (
@@ -238,11 +241,12 @@ def write_folder(
     if isinstance(target, Path):
         with work_folder(target, "partial", empty=False) as partial:
             kept_shards = KeptShards(partial, _purpose(source, config, plan))
-            list(_written(partial, config, plan, files, kept_shards))
+            list(_written(partial, config, plan, files, kept_shards, check is None))
+            if check is not None:
+                check(partial, kept_shards)
             kept_shards.close()
             DISK.fsync_directory(partial)
-            DISK.rename(partial, target)
-            DISK.fsync_directory(target.parent)
+            _give_name(partial, target)
         return names
     _check_strays(target, [*names, *[INDEX] * (count > 1)])
     with tempfile.TemporaryDirectory() as scratch:
@@ -250,6 +254,19 @@ def write_folder(
             target.send(path)
             path.unlink()
     return names
+
+
+def _give_name(partial: Path, target: Path) -> None:
+    """Rename a complete folder, durably. One that has the name already is removed after it; where
+    the system cannot exchange two names it is renamed first."""
+    if not target.exists():
+        DISK.rename(partial, target)
+    elif not DISK.exchange(partial, target):
+        old = target.with_name(f".{target.name}.old")
+        DISK.rename(target, old)
+        DISK.rename(partial, target)
+        DISK.rename(old, partial)
+    DISK.fsync_directory(target.parent)
 
 
 def _purpose(source: str, config: Mapping[str, Any], plan: Mapping[str, Sequence[Entry]]) -> str:
@@ -286,25 +303,19 @@ def _written(
     plan: Mapping[str, Sequence[Entry]],
     files: Mapping[str, Path | bytes],
     kept_shards: KeptShards | None = None,
+    shows: bool = True,
 ) -> Iterator[Path]:
     """Write the files of a folder: the shards of `plan` that are not `kept`, copies of `files`, the
-    index, config.json. Each is given when it is there."""
-    progress = Progress(sum(tensor.bytes for shard in plan.values() for tensor in shard))
-    for name, shard in plan.items():
-        if kept_shards and kept_shards.has(name):
-            progress.total -= sum(tensor.bytes for tensor in shard)
-            continue
-        written = write_file(
-            folder / name,
-            [
-                replace(tensor, data=counted(partial(row_major, tensor), tensor.bytes, progress))
-                for tensor in shard
-            ],
-        )
-        if kept_shards:
-            kept_shards.add(name, written)
-        yield folder / name
-    progress.clear()
+    index, config.json. Each is given when it is there. `shows`: with lines of progress."""
+    missing = {
+        name: shard for name, shard in plan.items() if not (kept_shards and kept_shards.has(name))
+    }
+    with _progress(missing) if shows else nullcontext(missing) as shards:
+        for name, shard in shards.items():
+            written = write_file(folder / name, shard)
+            if kept_shards:
+                kept_shards.add(name, written)
+            yield folder / name
     for name, file in files.items():
         DISK.write_file(folder / name, file if isinstance(file, bytes) else read_bytes(file))
         yield folder / name
@@ -315,6 +326,22 @@ def _written(
         yield folder / INDEX
     _write_json(folder / CONFIG, config)
     yield folder / CONFIG
+
+
+@contextmanager
+def _progress(plan: Mapping[str, Sequence[Entry]]) -> Iterator[dict[str, list[Entry]]]:
+    """The shards, whose tensors are counted when they are made; lines say how far that is."""
+    from tools.shared.progress import Progress, counted
+
+    progress = Progress(sum(tensor.bytes for shard in plan.values() for tensor in shard))
+    yield {
+        name: [
+            replace(tensor, data=counted(partial(row_major, tensor), tensor.bytes, progress))
+            for tensor in shard
+        ]
+        for name, shard in plan.items()
+    }
+    progress.clear()
 
 
 def remove_folder(target: Path | Remote) -> None:

@@ -20,18 +20,16 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.chat.encode import template_for
 
 from . import hf_tokenizer, model_card
-from .config_keys import Keys
+from .config_keys import CONFIG, Keys
 from .families import (
-    FAMILIES,
     as_written,
     config_for,
-    fitting,
+    family_of,
     notes_on,
     read_config,
 )
 from .family_table import TOKEN_HEADS, Family
 from .hf_files import (
-    CONFIG,
     HFFolder,
     new_folder,
     new_target,
@@ -39,7 +37,7 @@ from .hf_files import (
     write_folder,
 )
 from .links import DEPTHS, ConversionError, Header, Link, check, links_of
-from .native import NativeCheckpoint, write_checkpoint
+from .native import NativeCheckpoint, NativeModel, write_checkpoint
 from .stores.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
@@ -296,27 +294,17 @@ class AsHF:
 
 
 def as_hf(
-    native: NativeCheckpoint, family_name: str | None = None, vocab_size: int | None = None
+    native: NativeModel, family_name: str | None = None, vocab_size: int | None = None
 ) -> AsHF:
     """What hf-export writes. Raises ConversionError where no family, or not this one, is this
     model."""
     base = native.base
     rows = native.vocab_size(vocab_size)
-    family = _family(native, family_name, base)
+    family = family_of(native.model, base, family_name)
     if base.get("model_type") != family.model_type:
         base = {key: base[key] for key in base if key.endswith("_token_id")} or native.special_ids()
-    tensors = native.outgoing(links_of(native.model, rows, family.names), rows)
+    tensors = hf_tensors(native, family, rows)
     dtype = tensors[0].dtype
-    by_name = {entry.key: entry for entry in tensors}
-    tensors += [
-        replace(by_name[original], key=name)
-        for name, original in copies_in_heads(family, native.model).items()
-        if original in by_name
-    ]
-    tensors += [
-        Entry(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
-        for name, value in family.constant_names(native.model).items()
-    ]
     config = as_written(
         config_for(family, native.model, rows, base), native.model.mtp_num_layers or 0
     )
@@ -327,17 +315,27 @@ def as_hf(
     return AsHF(config, tensors, {**files, **card})
 
 
+def hf_tensors(native: NativeModel, family: Family, rows: int) -> list[Entry]:
+    """The tensors of a model of this family, by layers, with so many rows of the vocabulary."""
+    tensors = native.outgoing(links_of(native.model, rows, family.names), rows)
+    dtype = tensors[0].dtype
+    by_name = {entry.key: entry for entry in tensors}
+    tensors += [
+        replace(by_name[original], key=name)
+        for name, original in copies_in_heads(family, native.model).items()
+        if original in by_name
+    ]
+    return tensors + [
+        Entry(name, dtype, (), partial(torch.tensor, value, dtype=dtype))
+        for name, value in family.constant_names(native.model).items()
+    ]
+
+
 def _files_of(folder: Path) -> dict[str, Path]:
     return {file.name: file for file in side_files(folder)}
 
 
-def _family(native: NativeCheckpoint, name: str | None, base: dict[str, Any]) -> Family:
-    if name or base.get("model_type") in FAMILIES:
-        return FAMILIES[name or base["model_type"]]
-    return fitting(native.model)
-
-
-def _own_files(native: NativeCheckpoint) -> dict[str, Path | bytes]:
+def _own_files(native: NativeModel) -> dict[str, Path | bytes]:
     """The tokenizer files of a model that was trained here, under the names that transformers
     knows; none where the tokenizer's own are not on this machine."""
     try:

@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron.checkpoint.safetensors_file import Entry
 
-from .native import NativeCheckpoint
+from .native import NativeModel
 
 NAME = "README.md"
 
 
-def card(native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[Entry]) -> bytes:
+def card(native: NativeModel, config: dict[str, Any], tensors: Sequence[Entry]) -> bytes:
     """The content of README.md; `config` and `tensors` are those of the export."""
     family = config["model_type"]
     rows = {
@@ -23,7 +23,7 @@ def card(native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[Ent
         "number format": str(tensors[0].dtype).removeprefix("torch."),
         "context": f"{native.model.max_position_embeddings:,} tokens",
         "vocabulary": f"{config['vocab_size']:,} rows",
-        "tokenizer": native.checkpoint.state.data.get("tokenizer", {}).get("class"),
+        "tokenizer": native.state.data.get("tokenizer", {}).get("class"),
         **_training(native),
     }
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
@@ -34,9 +34,9 @@ def card(native: NativeCheckpoint, config: dict[str, Any], tensors: Sequence[Ent
     ).encode()
 
 
-def _training(native: NativeCheckpoint) -> dict[str, str | None]:
+def _training(native: NativeModel) -> dict[str, str | None]:
     """Rows about how the weights came to be."""
-    state, config = native.checkpoint.state, native.config
+    state, config = native.state, native.config
     versions = {name: state.versions.get(name) for name in ("suite", "commit", "torch")}
     trained = state.consumed_train_samples - state.skipped_train_samples
     tokens = trained * config.model.seq_length

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from megatron.checkpoint.safetensors_file import Entry, row_major
 from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.sharded_reader import Reader
 from megatron.checkpoint.state import RunState
-from megatron.checkpoint.tensor_slices import whole
+from megatron.checkpoint.tensor_slices import Box, whole
 from megatron.config import args_text
 from megatron.config.checks import declared
 from megatron.config.checks import model as check_shape
@@ -44,42 +44,52 @@ from megatron.model.blocks.moe.facts import EXPERT_BIAS
 from megatron.small_files import read_bytes
 from megatron.training.build import make_tokenizer
 from megatron.training.checkpointing.saved_args import saved_config
-from tools.shared.progress import Progress, counted
 
-from .config_keys import read_json
-from .hf_files import CONFIG, new_folder, side_files, work_folder
+from .config_keys import CONFIG, read_json
+from .families import ORIGIN, base_folder
+from .hf_files import new_folder, side_files, work_folder
 from .links import SAME, ConversionError, Header, Link, Shape, check, is_vocabulary
 
-# in the run directory of an imported model: its config.json and tokenizer files
-ORIGIN = "huggingface"
+
+class Tensors(Protocol):
+    """Whole tensors by name, as `checkpoint.sharded_reader.Reader` has them."""
+
+    def names(self) -> list[str]:
+        """All names."""
+
+    def shape(self, name: str) -> Shape:
+        """With padding rows."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format."""
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A part of one, on any device."""
+
+    def close(self) -> None:
+        """No more is read."""
 
 
-class NativeCheckpoint(ExitStack):
-    """An open checkpoint: architecture, and the weights without the vocabulary's padding. A context
-    manager."""
+class NativeModel(ExitStack):
+    """A model of this suite, saved or in training: architecture, and the weights without the
+    vocabulary's padding. A context manager."""
 
     def __init__(
         self,
-        path: Path | str,
-        step: int | None = None,
-        tokenizer: Mapping[str, Any] = MappingProxyType({}),
+        config: Config,
+        directory: Path,
+        state: RunState,
+        reader: Tensors,
+        rows: int | None = None,
     ):
-        """`tokenizer`: flags of the tokenizer of a model that was trained on ids alone."""
+        """`directory`: of the checkpoint that it is, or would be. `rows` of the vocabulary that
+        count, where the tokenizer does not say it."""
         super().__init__()
-        checkpoint = reading.load(path, step)
-        if checkpoint is None:
-            raise ConversionError(
-                f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
-                "directory that --save named, or an iter_XXXXXXX in it "
-                "[checkpoint-missing]"
-            )
-        self.checkpoint: Checkpoint = checkpoint
-        self.config: Config = saved_config(checkpoint, RunConfig)
-        self.rows = self.config.data.vocab_size if tokenizer else None
-        if tokenizer:
-            data = with_tokenizer(self.config.data, tokenizer)
-            self.config = replace(self.config, data=data)
-        self.reader: Reader = checkpoint.reader()
+        self.config = config
+        self.directory = directory
+        self.state = state
+        self.reader = reader
+        self.rows = rows
         self.callback(self.reader.close)
 
     @property
@@ -88,24 +98,10 @@ class NativeCheckpoint(ExitStack):
         return self.config.model
 
     @property
-    def identity(self) -> str:
-        """A text that another checkpoint does not have: its path, and the manifest with the
-        checksums of all tensors."""
-        digest = hashlib.sha256(read_bytes(self.checkpoint.directory / manifest.FILE_NAME))
-        return f"{self.checkpoint.directory.absolute()} {digest.hexdigest()}"
-
-    @property
     def base_folder(self) -> Path | None:
         """The folder with config.json and tokenizer files of the model that this one was imported
         from, if it is known."""
-        d = self.config.data
-        files = [Path(file) for file in (d.tokenizer_model, d.vocab_file) if file]
-        folders = [
-            self.checkpoint.directory.parent / ORIGIN,
-            *files,
-            *(file.parent for file in files),
-        ]
-        return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+        return base_folder(self.directory.parent, self.config.data)
 
     @property
     def base(self) -> dict[str, Any]:
@@ -119,7 +115,7 @@ class NativeCheckpoint(ExitStack):
         stored = min(self.reader.shape(name)[0] for name in self.weights() if is_vocabulary(name))
         if rows > stored:
             raise ConversionError(
-                f"{self.checkpoint.directory}: holds {stored} rows of the vocabulary, {rows} are "
+                f"{self.directory}: holds {stored} rows of the vocabulary, {rows} are "
                 f"requested; give --vocab-size {stored} or less"
             )
         return rows
@@ -131,11 +127,11 @@ class NativeCheckpoint(ExitStack):
                 tokenizer = make_tokenizer(self.config)
         except ValueError as error:
             raise ConversionError(
-                f"{error}\n{self.checkpoint.directory}: its tokenizer says how many rows of the "
+                f"{error}\n{self.directory}: its tokenizer says how many rows of the "
                 "vocabulary are no padding; give --vocab-size N instead"
             ) from None
         if self.rows:
-            check_ids(self.rows, tokenizer, self.checkpoint.directory)
+            check_ids(self.rows, tokenizer, self.directory)
         data = self.config.data
         if data.tokenizer == "NullTokenizer" and data.packed_samples:
             tokenizer.eod = None  # which id ends a sample only the tokenizer of its text knows
@@ -185,7 +181,7 @@ class NativeCheckpoint(ExitStack):
                 for link in links
             ],
             {name: self.header(name, vocab_size) for name in self.weights()},
-            str(self.checkpoint.directory),
+            str(self.directory),
         )
         return [
             Entry(
@@ -200,6 +196,40 @@ class NativeCheckpoint(ExitStack):
     def _split(self, link: Link, index: int) -> torch.Tensor:
         ours = self.read(link.native_name, link.shape)
         return link.split(ours)[index].contiguous()
+
+
+class NativeCheckpoint(NativeModel):
+    """An open checkpoint."""
+
+    reader: Reader
+
+    def __init__(
+        self,
+        path: Path | str,
+        step: int | None = None,
+        tokenizer: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        """`tokenizer`: flags of the tokenizer of a model that was trained on ids alone."""
+        checkpoint = reading.load(path, step)
+        if checkpoint is None:
+            raise ConversionError(
+                f"{path}: no checkpoint of this suite there ({store.TRACKER} is missing); give the "
+                "directory that --save named, or an iter_XXXXXXX in it "
+                "[checkpoint-missing]"
+            )
+        config = saved_config(checkpoint, RunConfig)
+        rows = config.data.vocab_size if tokenizer else None
+        if tokenizer:
+            config = replace(config, data=with_tokenizer(config.data, tokenizer))
+        self.checkpoint: Checkpoint = checkpoint
+        super().__init__(config, checkpoint.directory, checkpoint.state, checkpoint.reader(), rows)
+
+    @property
+    def identity(self) -> str:
+        """A text that another checkpoint does not have: its path, and the manifest with the
+        checksums of all tensors."""
+        digest = hashlib.sha256(read_bytes(self.directory / manifest.FILE_NAME))
+        return f"{self.directory.absolute()} {digest.hexdigest()}"
 
 
 def tokenizer_flags(folder: Path, model_type: str, rows: int) -> dict[str, Any]:
@@ -285,6 +315,8 @@ def write_checkpoint(
     before it gets its name: it raises what is wrong with the source. Nothing stays behind when it
     fails.
     """
+    from tools.shared.progress import Progress, counted
+
     new_folder(root)
     with work_folder(root, "partial") as work:
         copies = work / ORIGIN

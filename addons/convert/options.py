@@ -17,14 +17,18 @@ from .family_table import FAMILIES, Family
 if TYPE_CHECKING:
     from tools.shared.program import Command
 
+FOLDER = "hf"  # in the run directory: what --save-hf-interval writes
+SHARD_BYTES = 5 * 10**9  # of a file of weights, as transformers' save_pretrained writes them
 Answer = str | tuple[str, bool]  # what to print, and whether all is well
 
 
 class Formats(Protocol):
     """addons/NAME/converter.py: formats of checkpoints."""
 
-    COMMANDS: Mapping[str, Command]
     FAMILIES: Mapping[str, Family]  # of Hugging Face models, by model_type
+
+    def commands(self) -> Mapping[str, Command]:
+        """Commands of tools/convert_checkpoint.py, by name. Training reads the families alone."""
 
 
 def of_features() -> list[Formats]:

@@ -25,6 +25,7 @@ from tools.shared.program import Command, run_command
 
 from . import hub
 from .options import (
+    SHARD_BYTES,
     Answer,
     families,
     finish,
@@ -105,7 +106,7 @@ class HFExport:
     ckpt_step: int | None = step_option()
     vocab_size: int | None = arg(None, help="vocabulary rows to write (default: the tokenizer's)")
     max_shard_size: int = arg(
-        5 * 10**9,
+        SHARD_BYTES,
         metavar="SIZE",
         parse=size,
         help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
@@ -514,5 +515,5 @@ def main(argv: Sequence[str]) -> int:
         mallopt(M_MMAP_THRESHOLD, 1 << 20)
     commands = dict(COMMANDS)
     for formats in of_features():
-        commands |= formats.COMMANDS
+        commands |= formats.commands()
     return run_command(commands, argv, prog="convert_checkpoint.py", description=__doc__ or "")

@@ -25,8 +25,9 @@ from megatron.data.tokenizers.build import NullTokenizer
 from megatron.inference.load_model import TrainedModel, open_trained_model
 from megatron.model.gpt import GPTModel
 
+from .config_keys import CONFIG
 from .families import unverified
-from .hf_files import CONFIG, HFFolder, remove_folder
+from .hf_files import HFFolder, remove_folder
 from .hf_tokenizer import ODD_TEXTS
 from .links import SHOWN, ConversionError
 from .native import NativeCheckpoint

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.arguments import arg
-from tools.shared.program import Command
 
 from ..convert.options import Answer, finish, ignored_keys, path_of
 from .choices import MLP_ORDERS
 from .families import FAMILIES
 
-__all__ = ["COMMANDS", "FAMILIES"]
+if TYPE_CHECKING:
+    from tools.shared.program import Command
+
+__all__ = ["FAMILIES", "commands"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +64,15 @@ class InternLMImport:
         )
 
 
-COMMANDS = {
-    "internlm-import": Command(
-        "make a run directory of a step of InternLM's or InternEvo's training (model_tp*_pp*.pt)",
-        InternLMImport,
-        finish,
-    ),
-}
+def commands() -> dict[str, Command]:
+    """Commands of tools/convert_checkpoint.py, by name."""
+    from tools.shared.program import Command
+
+    return {
+        "internlm-import": Command(
+            "make a run directory of a step of InternLM's or InternEvo's training "
+            "(model_tp*_pp*.pt)",
+            InternLMImport,
+            finish,
+        ),
+    }

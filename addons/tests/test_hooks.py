@@ -36,6 +36,7 @@ def test_the_order_is_that_of_the_table(tmp_path):
         spike_action="rewind",
         save=str(tmp_path / "save"),
         save_interval=5,
+        save_hf_interval=5,
         verify_step_interval=2,
         phase_transition_iterations="2",
         ema_decay=0.9,

@@ -23,7 +23,7 @@ from tests.runs import EXACT, SMALL, Finished, train, with_flags, write_text
 # flags under which each does something in a run; some have programs alone
 USED = {
     "averaging": "--ema-decay 0.9",
-    "convert": "",
+    "convert": "--save-hf-interval 2",
     "datasets": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",

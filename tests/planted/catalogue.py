@@ -445,6 +445,25 @@ BUGS = {
         "self.moe_router_pre_softmax",
         "tests/core/config/test_architecture.py::test_another_model_is_a_difference",
     ),
+    "every data-parallel rank adds a weight that is written while training": Bug(
+        "addons.convert.live.RunTensors.__init__",
+        "copies.rank == 0",
+        "True",
+        "addons/convert/tests/test_hf_saves.py::test_tensors_are_whole_on_every_rank_of_a_layout[zero1]",
+    ),
+    "shards of a run are not read again": Bug(
+        "addons.convert.hf_saves.HFSaves._check",
+        "not shards.has(path.name)",
+        "False",
+        "addons/convert/tests/test_hf_saves.py::test_a_directory_that_the_disk_spoils_is_not_there[bit lost]",
+    ),
+    "all tensors of a stream are kept": Bug(
+        "addons.convert.live.RunTensors.read",
+        "self._kept = name, self.whole(name)",
+        "self._kept = name, self.whole(name); self._all = [*vars(self).get('_all', ()), self._kept]",
+        "addons/convert/tests/test_hf_saves.py::test_a_layer_at_most_is_in_memory[dense]",
+        "campaign",
+    ),
     "an export that nothing verified is written": Bug(
         "addons.convert.verification._known",
         "gaps = unverified(model_type, model)",
