@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from megatron.config.tree import Config
     from megatron.data.tokenizers.base import Tokenizer
     from megatron.training.launch.initialize import Runtime
+    from megatron.training.launch.rendezvous import Rendezvous
     from megatron.training.launch.signals import SignalWatch
-    from megatron.training.run import Services
+    from megatron.training.logging.training_log import TrainingLog
+    from megatron.training.run import Run, Services
     from megatron.training.step import ForwardStep
 
 STARTED = time.time()
@@ -210,15 +212,9 @@ def train(
     watch: SignalWatch | None = None,
 ) -> None:
     """Connect the ranks and make each of the runs that begin where the one before ended."""
-    from megatron.training.feature import features_of
     from megatron.training.launch import initialize
 
-    config = lines[0].config
-    initialize.set_max_connections(config)
-    for feature in features_of(config):
-        feature.prepare()
-    rendezvous = initialize.connect(config, watch)
-    join = functools.cache(functools.partial(initialize.initialize, config, rendezvous))
+    rendezvous, join = connect(lines[0].config, watch)
     for line, tokenizer in zip(lines, tokenizers, strict=True):
         if not _train(line, tokenizer, services, watch, join):
             break
@@ -227,25 +223,27 @@ def train(
     initialize.finish(rendezvous)
 
 
-def _train(
-    line: CommandLine,
-    tokenizer: Tokenizer,
-    services: Services,
-    watch: SignalWatch | None,
-    join: Callable[[], Runtime],
-) -> bool:
-    """`join` the other ranks; build model, optimizer and data; load a checkpoint; train. Whether
-    that was a stage to its end."""
+def connect(
+    config: Config, watch: SignalWatch | None = None
+) -> tuple[Rendezvous | None, Callable[[], Runtime]]:
+    """The connections of this rank, and what makes its process groups, once."""
+    from megatron.training.feature import features_of
+    from megatron.training.launch import initialize
+
+    initialize.set_max_connections(config)
+    for feature in features_of(config):
+        feature.prepare()
+    rendezvous = initialize.connect(config, watch)
+    return rendezvous, functools.cache(functools.partial(initialize.initialize, config, rendezvous))
+
+
+def begin(
+    line: CommandLine, tokenizer: Tokenizer, services: Services, join: Callable[[], Runtime]
+) -> tuple[Run, TrainingLog, Tokenizer, str | None]:
+    """`join` the other ranks; build model and optimizer; load a checkpoint, whose path is
+    returned."""
     from megatron.device import default_backend
-    from megatron.log import detail_datetime
-    from megatron.training import (
-        build,
-        build_data,
-        current_run,
-        loop,
-        memory,
-        skipping,
-    )
+    from megatron.training import build, current_run, memory
     from megatron.training.checkpointing.start import load_checkpoint
     from megatron.training.launch import initialize
     from megatron.training.logging import preamble, training_log
@@ -282,6 +280,24 @@ def _train(
                 )
             current_run.tell("progress", run.progress)
         lines.timers(["load-checkpoint"])
+    return run, lines, tokenizer, loaded
+
+
+def _train(
+    line: CommandLine,
+    tokenizer: Tokenizer,
+    services: Services,
+    watch: SignalWatch | None,
+    join: Callable[[], Runtime],
+) -> bool:
+    """Begin the run, build its data, train. Whether that was a stage to its end."""
+    run, lines, tokenizer, loaded = begin(line, tokenizer, services, join)
+    from megatron.log import detail_datetime
+    from megatron.training import build_data, loop, memory, skipping
+    from megatron.training.logging import preamble
+
+    config, plan, runtime, timers = line.config, run.plan, run.runtime, run.timers
+    with memory.explained(line, plan, runtime):
         detail_datetime("after model, optimizer, and learning rate scheduler are built")
 
         with timers("train/valid/test-data-iterators-setup"):

@@ -25,6 +25,7 @@ USED = {
     "averaging": "--ema-decay 0.9",
     "convert": "--save-hf-interval 2",
     "datasets": "",
+    "engine": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
     "loss_weights": "--data-loss-weights 2",
@@ -49,6 +50,7 @@ PROGRAMS = {
     "object_storage": f"pretrain_gpt.py {' '.join(SMALL)} --mock-data --load s3://bucket/run",
     "ray": "tools/preprocess_data.py --cluster ray",
 }
+NAMES = {"engine": "Engine"}  # of megatron.training, which an add-on brings
 # files in the folder of the run that these flags name
 FILES = {
     "task.yaml": "task: sky\ndataset_path: json\ndataset_kwargs: {data_files: {test: FOLDER/sky.jsonl}}\n"
@@ -214,7 +216,10 @@ def test_an_add_on_that_is_deleted_is_not_missed_by_imports(addon, tmp_path):
         done = python(tree, PROGRAM, *words)
         assert done.returncode == 2
         assert "feature-not-installed" in codes_of(done.stderr.splitlines())
-    assert USED[addon] or programs(addon, tree) or words
+    if name := NAMES.get(addon, ""):
+        code = f"from megatron import training; print(training.has({name!r}))"
+        assert [python(each, code).stdout.split()[-1] for each in (ROOT, tree)] == ["True", "False"]
+    assert USED[addon] or programs(addon, tree) or words or name
 
 
 def words_of(folder: Path) -> list[str]:

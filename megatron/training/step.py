@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -49,6 +49,30 @@ def train_step(
     requests: Callable[[], Requests] = Requests,
 ) -> IterationResult:
     """Gradients of one global batch, divided by its true number of tokens, and one optimizer step.
+    `requests`: see `compute_gradients`."""
+    return apply_gradients(
+        run, iteration, compute_gradients(run, forward_step, samples, iteration, requests)
+    )
+
+
+class Gradients(NamedTuple):
+    """Gradients of one global batch are in `Run.buffers`: when that began, the seconds it took, the
+    sums over ranks, and this rank's sum of losses."""
+
+    start: float
+    seconds: float
+    totals: Totals
+    local_loss: torch.Tensor
+
+
+def compute_gradients(
+    run: Run,
+    forward_step: ForwardStep,
+    samples: Iterator[MicroBatch],
+    iteration: int,
+    requests: Callable[[], Requests] = Requests,
+) -> Gradients:
+    """The first half of a step: gradients of one global batch, summed over ranks.
 
     `requests()`, called once the gradients are there, are those of this rank. They are summed with
     the loss, so that all ranks agree on them without a collective of its own.
@@ -80,7 +104,12 @@ def train_step(
         _agree_on_metrics(run, sums)
         _sum_over_ranks(run, sums)
     totals = sums.totals()
-    fwd_bwd_seconds = time.perf_counter() - start
+    return Gradients(start, time.perf_counter() - start, totals, local_loss)
+
+
+def apply_gradients(run: Run, iteration: int, gradients: Gradients) -> IterationResult:
+    """The second half: the optimizer step, and what is to be said of the iteration."""
+    totals = gradients.totals
     counts: dict[str, float | int | None] = {}
     for counter, values in zip(run.counters, totals.counters, strict=True):
         counts |= counter.summed(iteration, values)
@@ -89,7 +118,7 @@ def train_step(
     # nominal token into gradients per true token.
     tokens = totals.tokens or 1.0
     loss = totals.loss / tokens
-    _check_loss(run, iteration, loss, local_loss)
+    _check_loss(run, iteration, loss, gradients.local_loss)
     update, veto = _update(run, iteration, loss, _nominal_tokens(run, iteration) / tokens)
     _check_norm(run, iteration, update)
     metrics = {**totals.metrics, **_balance_experts(run, totals, update.ok)}
@@ -106,8 +135,8 @@ def train_step(
     return IterationResult(
         iteration=iteration,
         global_batch_size=run.plan.global_batch_size(iteration),
-        seconds=time.perf_counter() - start,
-        fwd_bwd_seconds=fwd_bwd_seconds,
+        seconds=time.perf_counter() - gradients.start,
+        fwd_bwd_seconds=gradients.seconds,
         loss=loss,
         grad_norm=update.grad_norm,
         num_zeros=num_zeros,

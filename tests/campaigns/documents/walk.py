@@ -66,6 +66,10 @@ OTHERS = {
     "docs/features/spikes.md": ("examples/auroragpt_skip/spike.sh",) * 3,
     "addons/lab/trace.md": ("addons/lab/tests/trace/test_large_models.py",),
     "addons/planner/planner.md": ("", ""),
+    "docs/engine.md": (
+        "addons/engine/tests/test_engine.py",
+        "addons/engine/tests/test_example.py",
+    ),
     "docs/gpu.md": ("GPU",),
     "docs/moe.md": ("tests/written_tables.py",),
     "docs/mup.md": ("addons/lab/tests/test_coord_check.py",) * 2,
