@@ -495,16 +495,22 @@ CAMPAIGN = {
     "ep2 dp4, distributed optimizer in 2 instances, overlap, Muon, experts": muon(
         EP_MOE, 4, (EP, "2", *OVERLAP, *INSTANCES)
     ),
+    "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP)),
+    "tp2 sp, latent attention": Case(MLA, 2, (TP, "2", SP)),
+    "pp2 dp2, ZeRO-3": Case(GPT2, 4, (PP, "2", *ZERO3)),
+    "ep2 dp2, all-to-all, experts, ZeRO-3": Case(MOE, 4, (EP, "2", *A2A, *ZERO3)),
+    "tp4, gated delta nets": Case((*LLAMA, *DELTA), 4, (TP, "4"), only=FULL),
+    "cp2 tp2 sp a2a, windows": Case(WINDOWS, 4, (CP, "2", TP, "2", SP, *HEADS)),
+    "pp4": Case(DEEP, 4, (PP, "4")),
+    "etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
+        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
+    ),
 }
 # Rows of the table that only `make test-all` runs.
 RARE = {
-    "tp4 sp, untied, masked documents": Case(UNTIED, 4, (TP, "4", SP)),
-    "tp2 sp, latent attention": Case(MLA, 2, (TP, "2", SP)),
     "dp2, ZeRO-3 in 2 instances": Case(GPT2, 2, (*ZERO3, *INSTANCES)),
     "tp2 sp, ZeRO-3": Case(GPT2, 2, (TP, "2", SP, *ZERO3)),
-    "pp2 dp2, ZeRO-3": Case(GPT2, 4, (PP, "2", *ZERO3)),
     "cp2 a2a dp2, ZeRO-3, windows": Case(WINDOWS, 4, (CP, "2", *HEADS, *ZERO3)),
-    "ep2 dp2, all-to-all, experts, ZeRO-3": Case(MOE, 4, (EP, "2", *A2A, *ZERO3)),
     "cp2 tp2 sp, output gates, masked documents": Case(
         (*GATES, *DOCUMENTS), 4, (CP, "2", TP, "2", SP)
     ),
@@ -514,7 +520,6 @@ RARE = {
     "cp2 ep2, sinks, caps, experts": Case((*MOE, *SINKS, *CAPS), 2, (CP, "2", EP, "2", *A2A)),
     "tp2 sp, sinks, caps, Muon": muon(SCORES, 2, (TP, "2", SP)),
     "pp2, latent attention": Case(MLA, 2, (PP, "2")),
-    "tp4, gated delta nets": Case((*LLAMA, *DELTA), 4, (TP, "4"), only=FULL),
     "pp2, gated delta nets, masked documents": Case(GATED_DELTA, 2, (PP, "2")),
     "dp2, distributed optimizer, overlap, gated delta nets, masked documents": Case(
         GATED_DELTA, 2, OVERLAP
@@ -541,7 +546,6 @@ RARE = {
     "cp2 tp2 sp, Gemma 3": Case(GEMMA, 4, (CP, "2", TP, "2", SP), only=FULL),
     "pp2, experts, gpt-oss": Case(GPT_OSS, 2, (PP, "2"), only=FULL),
     "cp2 all_gather": Case(GPT2, 2, (CP, "2", *GATHER)),
-    "cp2 tp2 sp a2a, windows": Case(WINDOWS, 4, (CP, "2", TP, "2", SP, *HEADS)),
     "ep2 cp2 a2a, all-to-all, experts, gpt-oss": Case(GPT_OSS, 2, (EP, "2", *A2A, CP, "2", *HEADS)),
     "ep2 cp4 a2a+p2p, all-to-all, experts, latent attention": Case(
         MLA_MOE, 4, (EP, "2", *A2A, CP, "4", *BOTH)
@@ -561,7 +565,6 @@ RARE = {
         (ETP, "2", EP, "2", *OVERLAP, *INSTANCES),
     ),
     "tp2 cp2 pp2, options of families": Case(OPTIONS, 8, (TP, "2", CP, "2", PP, "2"), only=FULL),
-    "pp4": Case(DEEP, 4, (PP, "4")),
     "dp4, distributed optimizer in 2 instances, overlap, Muon": muon(
         LLAMA, 4, (*OVERLAP, *INSTANCES)
     ),
@@ -571,9 +574,6 @@ RARE = {
     "dp2, distributed optimizer, overlap, NorMuon": normuon(LLAMA, 2, OVERLAP),
     "ep2, all-to-all, distributed optimizer, NorMuon, experts": normuon(
         EP_MOE, 2, (EP, "2", *A2A, *DISTRIBUTED)
-    ),
-    "etp2 ep2 dp4, all-to-all, distributed optimizer, Muon, experts": muon(
-        EP_MOE, 4, (ETP, "2", EP, "2", *A2A, *DISTRIBUTED)
     ),
     "dp2, ZeRO-2, no overlap": Case(UNTIED, 2, ZERO2[:2]),
     "dp2, ZeRO-3, no overlap, full recompute": Case(UNTIED, 2, ZERO3[:2], only=FULL),

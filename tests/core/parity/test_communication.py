@@ -712,7 +712,7 @@ RARE = (
     *("dp8", "tp4 sp dp2", "tp4 dp1", "dp8, distributed optimizer"),
     *("tp2 sp, full recompute of 2 layers", "tp2 sp, selective recompute", "cp4", "cp4, windows"),
     *("experts, tp2 sp pp2", "experts, ep2 tp2 dp2, recomputed", "experts, etp1 tp2 sp dp2"),
-    *("experts, ep2 tp2 sp dp2, recomputed", "experts, ep2 tp2 sp dp4", "dp2, ZeRO-3, untied"),
+    *("experts, ep2 tp2 sp dp2, recomputed", "experts, ep2 tp2 sp dp4"),
     *("tp2 sp dp4, ZeRO-2 in 2 instances", "pp2 dp2, ZeRO-3, full recompute", "tp2 sp, NorMuon"),
     *("pp2 dp2, ZeRO-3, multi-token prediction, tied", "tp2 dp2, distributed optimizer, Muon"),
     *("experts, etp2 dp4, distributed optimizer, Muon", "tp2 sp, multi-token prediction"),

@@ -139,7 +139,7 @@ HELD = {
 
 # what holds the same as others, in other dtypes or of other models
 RARE = (
-    *("dp2, ZeRO-2, tied", "dp2, ZeRO-2, bf16", "dp2, ZeRO-3, no overlap", "dp2, ZeRO-3, tied"),
+    *("dp2, ZeRO-2, bf16", "dp2, ZeRO-3, no overlap", "dp2, ZeRO-3, tied"),
     *("dp2, ZeRO-3, multi-token prediction, tied", "tp2 sp dp2, ZeRO-3, bf16"),
 )
 

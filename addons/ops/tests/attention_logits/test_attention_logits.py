@@ -186,7 +186,11 @@ CASES = [
         marks=()
         if (model[:6], layout)
         in (("latent", "tp2 sp"), ("groupe", "dp2, distributed optimizer, overlap"))
-        else (pytest.mark.sweep if model.startswith("grouped") else pytest.mark.campaign,),
+        else (
+            pytest.mark.sweep
+            if model.startswith("grouped") and layout != "cp2 a2a"
+            else pytest.mark.campaign,
+        ),
     )
     for model, (_, layouts) in MODELS.items()
     for layout in layouts
