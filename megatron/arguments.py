@@ -95,7 +95,6 @@ def arg(  # noqa: PLR0913
     nargs: str | int | None = None,
     extend: bool = False,
     parse: Callable[[str], Any] | None = None,
-    dump: bool = False,  # read by nothing: branches of before may still pass it
     metavar: str | None = None,
     position: str = "flag",
     minimum: float | None = None,

@@ -28,7 +28,6 @@ class AveragingConfig(Feature):
         minimum=0,
         below=1,
         excludes=("no_save_optim",),
-        dump=False,
         help="keep an exponential moving average of the main weights: after each update it is this "
         "x average + (1 - this) x weights; checkpoints have it, and each validation its loss",
     )
@@ -36,7 +35,6 @@ class AveragingConfig(Feature):
         "accelerator",
         needs="ema_decay",
         per_run=True,
-        dump=False,
         help="where the average of --ema-decay is: accelerator, beside the main weights, or cpu, "
         "in pinned host memory, which is copied to the accelerator and back in each update",
     )
@@ -46,7 +44,6 @@ class AveragingConfig(Feature):
         minimum=2,
         requires="save",
         per_run=True,
-        dump=False,
         help="validate also the mean of the last N checkpoints in --save, which "
         "tools/merge_checkpoints.py writes; from where there are N",
     )
@@ -54,7 +51,6 @@ class AveragingConfig(Feature):
         "linear",
         needs="merge_window",
         per_run=True,
-        dump=False,
         help="the decay that --merge-window stands for: linear (the plain mean), cosine, 1-sqrt",
     )
 

@@ -25,7 +25,6 @@ class HFSavesConfig(Feature):
         minimum=1,
         requires="save",
         per_run=True,
-        dump=False,
         help="iterations between Hugging Face directories of the model, SAVE/hf/iter_XXXXXXX, as "
         "tools/convert_checkpoint.py hf-export writes them; with or without a checkpoint of the "
         "same iteration, and none is removed",
