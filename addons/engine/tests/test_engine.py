@@ -1,5 +1,5 @@
 """Engine: its steps are those of pretrain_gpt.py, its outputs those of a formula, its stream that of
-the export."""
+the export; docs/engine.md has its words."""
 
 from __future__ import annotations
 

@@ -182,7 +182,9 @@ def test_what_was_asked_for_reaches_the_layers(everything):
     assert chosen.transformer_engine == transformer_engine.TransformerEngine(
         False, transformer_engine.Fp8("e4m3", "tensorwise")
     )
-    layer = tiny_model(kernels=chosen, swiglu=True).decoder.layers["0"]
+    layer = tiny_model(kernels=chosen, swiglu=True, position_embedding_type="rope").decoder.layers[
+        "0"
+    ]
     assert layer.mlp.activation is GATED["swiglu"][-1].forward
     assert layer.self_attention.rotate.func is ROTARY[-1].forward
     assert isinstance(layer.mlp.linear_fc1.engine, transformer_engine.Linear)

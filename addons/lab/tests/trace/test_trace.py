@@ -259,8 +259,8 @@ def test_a_bucket_kept_twice(monkeypatch):
     flatten = flat_buffers._flatten
     twice = []
 
-    def keeping(params, layout):
-        flat = flatten(params, layout)
+    def keeping(*parts):
+        flat = flatten(*parts)
         twice.append(flat.clone())
         return flat
 
