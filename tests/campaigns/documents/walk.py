@@ -65,7 +65,7 @@ OTHERS = {
     "addons/internlm/internlm.md": ("addons/internlm/tests/test_examples.py",) * 3,
     "docs/features/spikes.md": ("examples/auroragpt_skip/spike.sh",) * 3,
     "addons/lab/trace.md": ("addons/lab/tests/trace/test_large_models.py",),
-    "addons/planner/planner.md": ("", ""),
+    "addons/planner/planner.md": ("", "", "addons/planner/tests/test_planner.py"),
     "docs/engine.md": (
         "addons/engine/tests/test_engine.py",
         "addons/engine/tests/test_example.py",

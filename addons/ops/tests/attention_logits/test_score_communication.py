@@ -8,7 +8,7 @@ from tests.core.parity.test_communication import Case, check, data  # noqa: F401
 pytestmark = pytest.mark.campaign
 CASES = {
     "cp2, latent attention, QK-clip, full recompute": Case(
-        2, (CP, "2", *MLA, "--qk-clip", *FULL, "1"), {}
+        2, (CP, "2", *MLA, "--qk-clip", *FULL), {}
     ),
     "cp2 tp2, all_gather, GQA, largest scores, core again": Case(
         4,
