@@ -63,6 +63,11 @@ class StagesConfig(Feature):
         words = self.phase_transition_iterations
         return tuple(sorted(map(int, words.split(",")))) if words else ()
 
+    @property
+    def names_data(self) -> bool:
+        """The file of stages does; each stage's flags are read as those of a run."""
+        return self.stage_file is not None
+
     def check(self, facts: Facts) -> Iterator[str]:
         """What stages cannot go with, and ends that are not in the run."""
         if not self.stage_file and not self.phase_transition_iterations:

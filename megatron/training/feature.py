@@ -49,6 +49,11 @@ class Feature(Extension):
         """One line for each problem of its flags that their declarations do not say."""
         return ()
 
+    @property
+    def names_data(self) -> bool:
+        """Do its flags name the data, so that the core's need not?"""
+        return False
+
     def missing(self) -> Iterable[str]:
         """One line for each file that its flags name and a run would not find here."""
         return ()

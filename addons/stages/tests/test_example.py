@@ -23,7 +23,7 @@ def test_the_example(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     done = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt.py"), "@examples/stages/cpu.args"]
-        + ["--stages", "examples/stages/three.toml", "--data-path", "data/web"],
+        + ["--stages", "examples/stages/three.toml"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -43,6 +43,10 @@ class KnowsFiles(Protocol):
 
     sample_formats: Sequence[HasIndex]
 
+    @property
+    def names_data(self) -> bool:
+        """Do its flags name the data?"""
+
     def missing(self) -> Iterable[str]:
         """What a real run would not find on this machine."""
 

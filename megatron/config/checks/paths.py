@@ -37,7 +37,7 @@ def missing(config: Config) -> list[str]:
     c = config.checkpoint
     knows = knowing(vars(config).values())
     lines = []
-    if not any(_data_flags(d).values()):
+    if not any(_data_flags(d).values()) and not any(group.names_data for group in knows):
         lines.append(
             "no data: give --train-data-path FOLDER, or --dummy-data [data-missing]"
             if d.packed_samples
