@@ -1,15 +1,15 @@
 """Merged checkpoints against a decay of the learning rate, after the same tokens.
 
     python -m bench.merging
-    python -m bench.merging --steps 3000
+    python -m bench.merging --size 7M --seeds 1 --lr 0.002
 
-The quickstart's model (1 million parameters), text and tokenizer, batches of 4 x 128 tokens. For
-each seed one run keeps the learning rate after its warm-up to the end. Another one goes on from it
-where a fifth of the steps is left and decays the rate to 0 over them (WSD, linear). Of the first
-one's last checkpoints, which are of the same fifth of the steps, tools/merge_checkpoints.py makes
-the weighted means that stand for a linear, a cosine and a 1 - sqrt decay (Tian et al. 2025,
-arXiv:2507.17634). All are compared on all validation data; the spread is the standard deviation
-over seeds.
+The quickstart's model (1 million parameters) or one of 8 layers of width 256 (7 million), the
+quickstart's text and tokenizer, batches of 4 x 128 tokens. For each seed one run keeps the learning
+rate after its warm-up to the end. Another one goes on from it where a fifth of the steps is left
+and decays the rate to 0 over them (WSD, linear). Of the first one's last checkpoints, which are of
+the same fifth of the steps, tools/merge_checkpoints.py makes the weighted means that stand for a
+linear, a cosine and a 1 - sqrt decay (Tian et al. 2025, arXiv:2507.17634). All are compared on all
+validation data; the spread is the standard deviation over seeds.
 
 Each finished seed is a line of runs.jsonl in the folder: started again, it does what is missing.
 results.json has all losses. One process with one thread.
@@ -26,9 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from bench.quality import Trainer, call
+from bench.quality import SIZES, Trainer, call
 from megatron.arguments import arg
 from tools.shared.program import complain, read
 
@@ -45,8 +45,9 @@ class Options:
     folder: Path = arg(
         Path("runs/merging"), parse=Path, metavar="DIR", help="where everything is written"
     )
+    size: Literal["1M", "7M"] = arg("1M", help="parameters of the model")
     steps: int = arg(20_000, minimum=100, help="training steps of 512 tokens")
-    seeds: int = arg(3, minimum=2, help="seeds")
+    seeds: int = arg(3, minimum=1, help="seeds")
     window: int = arg(8, minimum=2, help="checkpoints that are merged")
     lr: float = arg(0.004, above=0, help="learning rate")
 
@@ -73,11 +74,11 @@ class Study:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.folder = options.folder.resolve()
-        trainer = Trainer(self.folder, "1M")
+        trainer = Trainer(self.folder, options.size)
         self.data = trainer.data
         if not (self.data / "shakespeare_text_document.idx").exists():
             trainer.prepare()
-        self.file = self.folder / f"runs_{options.steps}.jsonl"
+        self.file = self.folder / f"runs_{options.size}_{options.steps}.jsonl"
         self.file.touch()
 
     def losses(self) -> list[dict[str, float]]:
@@ -130,7 +131,8 @@ class Study:
             "--metrics-file": metrics,
         }
         words = [str(word) for flag in (data | dict(flags)).items() for word in flag]
-        call("pretrain_gpt.py", MODEL, *words, "--full-validation", *more)
+        size = SIZES[self.options.size][1:]
+        call("pretrain_gpt.py", MODEL, *size, *words, "--full-validation", *more)
         rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
         return [row["lm_loss"] for row in rows if row.get("split") == "validation"][-1]
 
@@ -144,11 +146,16 @@ def summary(losses: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         above = [of_seed[name] - of_seed["decay"] for of_seed in losses]
         found[name] = {
             "mean": statistics.mean(values),
-            "deviation": statistics.stdev(values),
+            "deviation": deviation(values),
             "above_decay": statistics.mean(above),
-            "deviation_above_decay": statistics.stdev(above),
+            "deviation_above_decay": deviation(above),
         }
     return found
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Standard deviation over seeds; of one seed there is none."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,10 +174,11 @@ def main(argv: Sequence[str]) -> int:
         json.dump({**facts, "mean": found, "losses": losses}, output, indent=1)
     print(f"{options.last:,} steps, {options.last * TOKENS / 1e6:.2f}M tokens, {len(losses)} seeds")
     for name, of in found.items():
-        print(
-            f"{name:>9}: {of['mean']:.4f} ({of['deviation']:.4f}), above the decay "
-            f"{of['above_decay']:+.4f} ({of['deviation_above_decay']:.4f})"
+        mean, above = (
+            f"{of[value]:.4f}" + ("" if of[spread] is None else f" ({of[spread]:.4f})")
+            for value, spread in (("mean", "deviation"), ("above_decay", "deviation_above_decay"))
         )
+        print(f"{name:>9}: {mean}, above the decay {above}")
     return 0
 
 

@@ -50,3 +50,11 @@ def test_the_whole_study(done, tmp_path):
     count = len(done)
     assert merging.main(words) == 0
     assert len(done) == count, "a finished seed was trained again"
+
+
+def test_one_seed_has_no_spread(done, tmp_path):
+    words = ["--folder", str(tmp_path), "--size", "7M", "--seeds", "1", "--steps", "400"]
+    assert merging.main(words) == 0
+    of_decay = json.loads((tmp_path / "results.json").read_text())["mean"]["decay"]
+    assert of_decay["deviation"] is None
+    assert of_decay["mean"] == pytest.approx(LOSSES["decay"] + 0.1)
