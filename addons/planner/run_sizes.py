@@ -62,10 +62,12 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
         shard=shards(config, plan) if stage else 1,
         again=again,
         precision=int(config.precision.fp8 is not None),
+        element={"float64": 8, "float32": 4}.get(config.precision.params_dtype, 2),
         grad_bytes=2 if config.precision.grad_dtype in ("bfloat16", "float16") else 4,
         node=node,
         network=machine.facts["network_bytes"],
         eager=0.8 if config.training.torch_compile else 1.0,
         balanced=int(p.account_for_loss_in_pipeline_split),
         messages=0.2,
+        sequence=int(p.sequence_parallel),
     )

@@ -58,6 +58,7 @@ class Runs:
     shard: Numbers = 1
     again: Numbers = 0
     precision: Numbers = 0
+    element: Numbers = 2  # bytes of an activation, and of a weight that is sent
     grad_bytes: Numbers = 4
     node: Numbers = 8  # GPUs that NVLink joins
     network: Numbers = 50e9  # bytes a second of a GPU's share of what leaves a node
@@ -71,6 +72,7 @@ class Runs:
     stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, where there are stages, too
     year: Numbers = 2026.5  # of its experts' kernels
     uneven: Numbers = 1.0  # tokens of the rank whose experts have most, of the mean
+    sequence: Numbers = 1  # tensor-parallel ranks share what norms and residual stream pass, too
 
     @property
     def tokens(self) -> Numbers:
@@ -252,16 +254,18 @@ def _core(m: Mapping[str, Numbers], r: Runs) -> Numbers:
 
 
 def _passes(m: Mapping[str, Numbers], r: Runs, hbm: Numbers) -> Numbers:
-    """What memory limits in the layers of a micro-batch. Of a token and layer, in elements of 2
-    bytes: what norms, residual stream, rotary positions and layouts of heads read and write, and
-    what the activation, experts and casts do."""
-    stream = m["stream"] * r.hidden / r.tp  # tensor-parallel ranks share sequences, too
+    """What memory limits in the layers of a micro-batch. Of a token and layer, in elements: what
+    norms, residual stream, rotary positions and layouts of heads read and write, and what the
+    activation, experts and casts do."""
+    # without sequence parallelism half of it is not shared: heads' layouts and rotations are
+    whole = np.where(np.asarray(r.sequence) > 0, 0, 0.5)
+    stream = m["stream"] * r.hidden * (whole + (1 - whole) / r.tp)
     moe = r.moe_layers / r.layers
     width = ((1 - moe) * r.ffn + moe * (r.shared_ffn + r.topk * r.moe_ffn)) / r.tp
     wide = np.where(np.asarray(r.gated) > 0, 8, 6) * width
     routed = m["routed"] * _aged(m, r) * r.uneven * r.topk * r.hidden / r.tp
     cast = np.where(np.asarray(r.precision) > 0, m["cast"], 0) * (r.hidden + r.ffn / r.tp)
-    of_layer = 2 * r.tokens * (r.eager * (stream + wide) + routed + cast)
+    of_layer = r.element * r.tokens * (r.eager * (stream + wide) + routed + cast)
     dense, experts, _ = parameters(r)
     gradients = 8 * (dense + experts)  # added in fp32
     return (of_layer * (1 + r.again / 3) * r.of_stage + gradients) / hbm
@@ -272,14 +276,16 @@ def _exchanged(
 ) -> tuple[Numbers, Numbers, Numbers]:
     """Messages that a micro-batch waits for on a stage: of tensor, context and expert
     parallelism. Keys and values go around behind attention's products."""
-    near = 2 * collective(m, r, r.tp, 1, r.tokens * r.hidden * 2)
-    tensor = (4 + 2 * r.again) * (1 - r.hides) * near * r.of_stage + near / r.pp
-    ring = 2 * r.tokens * r.groups * 2 * r.head_dim / np.minimum(r.tp, r.groups) * r.cp
+    near = 2 * collective(m, r, r.tp, 1, r.tokens * r.hidden * r.element)
+    # the embedding's, the head's, and two of a number a token for the loss
+    ends = 2 * near + 4 * collective(m, r, r.tp, 1, 8 * r.tokens)
+    tensor = (4 + 2 * r.again) * (1 - r.hides) * near * r.of_stage + ends / r.pp
+    ring = r.element * r.tokens * r.groups * 2 * r.head_dim / np.minimum(r.tp, r.groups) * r.cp
     point = {**m, "alpha_near": m["alpha_pipe"], "alpha_far": m["alpha_pipe"]}
     around = (3 + r.again) * collective(point, r, r.cp, r.tp, ring) * r.of_stage
     context = overlapped(around, attention) - attention
     stride = np.where(np.asarray(r.etp) < r.tp, 1, r.tp)
-    sent = r.tokens * r.topk * r.hidden * 2 / r.tp
+    sent = r.tokens * r.topk * r.hidden * r.element / r.tp
     once = collective(m, r, r.ep, stride, sent, exchange=True) * m["dispatch"]
     expert = (4 + 2 * r.again) * once * _aged(m, r) * r.uneven * r.of_stage
     return tensor, context, expert
@@ -299,7 +305,7 @@ def _pipe(m: Mapping[str, Numbers], r: Runs) -> Numbers:
     """Messages between stages for a micro-batch."""
     leaves = r.tp * r.cp * r.dp >= r.node
     link = np.where(leaves, r.network * m["net"], m["nvlink_bytes"] * m["nvlink"])
-    message = r.tokens * r.hidden * 2 / r.tp
+    message = r.tokens * r.hidden * r.element / r.tp
     # of several chunks' messages all but one hide behind another chunk
     seconds = 2 * (m["alpha_pipe"] + message / link)
     return np.where(np.asarray(r.pp) > 1, seconds, 0.0)
@@ -313,12 +319,13 @@ def _data(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
     zero = np.asarray(r.zero)
     rank = dense + 2 * embedding / r.pp
     calls = r.messages * r.of_stage
-    gather = collective(m, r, np.minimum(r.shard, sharing), r.tp, 2 * rank, calls=calls)
+    shard = np.minimum(r.shard, sharing)
+    gather = collective(m, r, shard, r.tp, r.element * rank, calls=calls)
     # where all ranks keep the sum it goes by trees, in few buckets
     rings = np.where((zero > 0) & (r.shard >= sharing), 1, 0.15)
     reduce = collective(m, r, sharing, r.tp, r.grad_bytes * rank, calls=calls * rings)
     alike = np.maximum(sharing / r.ep, 1)
-    of_experts = collective(m, r, alike, r.tp * r.ep, (r.grad_bytes + 2) * experts)
+    of_experts = collective(m, r, alike, r.tp * r.ep, (r.grad_bytes + r.element) * experts)
     of_experts = np.where(np.asarray(r.experts) > 0, of_experts, 0.0)
     once = np.where(zero == 0, 2 * reduce, reduce + gather) + of_experts
     backward = busy * 2 / 3

@@ -263,6 +263,36 @@ def test_a_runs_log_calibrates_a_machine_for_other_runs(plan, tmp_path):
     assert seconds(run_of(other), str(machine)) == pytest.approx(expected, rel=0.03)
 
 
+def test_one_ranks_steps_say_nothing_of_messages(plan, tmp_path):
+    """A device twice as fast sends no faster: links stay as the file has them."""
+    argv = words(H200["GPT-2 124M"][0], 4)
+    line, _ = planned(argv, 1)
+    log = metrics_file(tmp_path, [128], lambda batch: 500 * seconds(run_of(line)))
+    machine = tmp_path / "mine.toml"
+    code, _, err = plan(*argv, *"--gpus 1 --gpu h200 --calibrate".split(), log, "--output", machine)
+    assert code == 0, err
+    before, after = load("h200").constants, load(str(machine)).constants
+    links = ("nvlink", "net", "alpha_near", "alpha_far", "alpha_pipe")
+    assert [after[name] for name in links] == pytest.approx([before[n] for n in links], rel=0.01)
+    assert after["gemm"] > 1.5 * before["gemm"]
+
+
+def test_what_tensor_parallel_ranks_send_and_share():
+    model, _, _ = H200["Llama 1B"]
+    line, _ = planned([*words(model), "--tensor-model-parallel-size", "2"], 2)
+    plain = run_of(line, 2)
+    assert (plain.sequence, plain.element) == (0, 2)
+    constants = load("h200").constants
+    kinds = [
+        step_seconds(constants, replace(plain, **change))
+        for change in ({}, {"sequence": 1}, {"element": 4})
+    ]
+    passes = [float(each["memory-bound"]) for each in kinds]
+    sent = [float(each["tensor parallel"]) for each in kinds]
+    assert passes[1] < 0.9 * passes[0] and sent[1] == sent[0]
+    assert 1.7 * sent[0] < sent[2] < 2 * sent[0]  # the loss's two are of a number a token
+
+
 def test_two_batch_sizes_tell_a_steps_fixed_part_apart(plan, tmp_path):
     """Of which the file knows nothing: 2 ms a sample and 0.2 s a step."""
     argv = words(H200["GPT-2 124M"][0], 4)
