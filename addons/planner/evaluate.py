@@ -19,7 +19,7 @@ from .step_time import step_seconds
 
 Rows = Sequence[Mapping[str, str]]
 Key = TypeVar("Key", bound=Hashable)
-HELD = 1.5  # as many runs of a system as its factor is held to 1 by
+HELD = 5.0  # as many runs of a system as its factor is held to 1 by
 CLOSE = 0.06  # of a run's memory, what a prediction may be off
 FULL_SLOWER = 5.0  # times the step of a run whose memory is nearly full, measured 5 to 9
 LEAST_CELL = 10  # layouts of a cell of a sweep
@@ -160,14 +160,17 @@ def table(found: Comparison) -> list[str]:
     ]
 
 
-def _at_risk(rows: Rows) -> np.ndarray:
-    """By how much a step is longer than predicted on the average of what its memory may turn out to
-    be, which is known of nanotron's runs alone."""
+def _expected(found: Comparison) -> np.ndarray:
+    """Seconds of a step on the average of what its memory may turn out to be, and of nanotron's two
+    series of runs; both are known of its runs alone."""
+    rows = found.rows
     limit = np.array([load(points.machine_of(row)).facts["memory_gib"] for row in rows])
-    needed = nanotron.held(points.runs(rows)).again / GIB
+    runs = points.runs(rows)
+    needed = nanotron.held(runs).again / GIB
     sigmas = (needed / limit / (1 - SPARE) - 1) / CLOSE
-    known = ["nanotron" in row["source"] for row in rows]
-    return 1 + (FULL_SLOWER - 1) * np.array(known) / (1 + np.exp(-1.7 * sigmas))
+    known = np.array(["nanotron" in row["source"] for row in rows])
+    slower = 1 + (FULL_SLOWER - 1) * known / (1 + np.exp(-1.7 * sigmas))
+    return found.predicted * slower + known * nanotron.late_series(runs)
 
 
 def memory(rows: Rows) -> list[str]:
@@ -209,7 +212,7 @@ def regret(found: Comparison) -> list[str]:
 
     lost: dict[str, list[float]] = {"planner": [], "rule of thumb": [], "median layout": []}
     lines = []
-    advised = found.predicted * _at_risk(found.rows)
+    advised = _expected(found)
     for key, members in sorted(groups(found.rows, cell).items()):
         layouts = {
             (found.rows[n]["tp"], found.rows[n]["pp"], found.rows[n]["mbs"]) for n in members

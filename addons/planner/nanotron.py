@@ -67,3 +67,15 @@ def guessed(r: Runs, both: Held) -> Numbers:
     many = r.tp * r.pp * r.dp >= 512
     late = many | (np.asarray(r.pp) == 2) | ((r.tp >= 32) & (r.pp > 1)) | (both.kept > FULL)
     return np.where(late, both.again, both.kept)
+
+
+def late_series(r: Runs) -> Numbers:
+    """Seconds that a step of its later runs takes more on average (planner.md): those gather again,
+    and nearly all on more than 256 GPUs are of them. Medians, whatever the sizes: of a micro-batch
+    between two stages, and of more; of each layer whose ranks share tensors across nodes; and the
+    rate of an all-reduce of all gradients."""
+    stages = np.where(r.pp == 1, 0, np.where(r.pp == 2, 0.5, 1.0)) * (r.micro_batches + r.pp - 1)
+    layers = 0.045 * (np.ceil(r.tp / r.node) - 1) * r.micro_batches * r.of_stage
+    dense, _, embedding = parameters(r)
+    whole = np.where((r.zero == 0) & (r.dp > 1), 4 * (dense + 2 * embedding / r.pp), 0)
+    return np.where(r.tp * r.pp * r.dp > 256, 0.8, 0) * (stages + layers + whole / 1.5e9)

@@ -65,12 +65,23 @@ class System:
     balanced: float = 0
     messages: float = 1.0
     stall: float = 0.0
+    behind: tuple[float, float] = (-1.0, -1.0)  # without ZeRO, and with ZeRO 1
     year: float = 2026.0
 
 
 SYSTEMS = (
     System("llm-foundry", network=25e9, eager=0.8, host=0.5, grad_bytes=2),
-    System("ultrascale", balanced=2, hides=0.4, messages=5, stall=2.5e-3),
+    # EFA; DDP's hooks sum its gradients behind backward, with ZeRO 1 they are summed after it
+    System(
+        "ultrascale",
+        network=35e9,
+        balanced=2,
+        hides=0.4,
+        messages=3,
+        host=1.3,
+        stall=2.4e-3,
+        behind=(0.8, 0),
+    ),
     System("InternEvo", network=6.25e9, eager=0.8, host=0.5, grad_bytes=2, messages=9),
     System("fms-fsdp", network=6.25e9, eager=0.6, host=0.3, grad_bytes=2),
     System("KempnerForge", node=4, eager=0.6, host=0.3, grad_bytes=2),
@@ -226,6 +237,7 @@ def _one(row: Mapping[str, str]) -> dict[str, float]:
         "node": node,
         "network": network,
         "hides": 0.6 if "async TP" in notes else system.hides,
+        "behind": system.behind[min(_zero(sharing), 1)],
         "eager": min(0.6, system.eager) if compiled else system.eager,
         **{
             name: getattr(system, name)

@@ -67,6 +67,7 @@ class Runs:
     flash: Numbers = 0  # attention by flash-attn 2, not by kernels made for the device
     host: Numbers = 1.0  # time to launch a layer, of the machine's
     hides: Numbers = 0.0  # share of tensor parallelism's messages behind GEMMs
+    behind: Numbers = -1  # share of the gradients' sum that may hide; below 0 the machine's `late`
     balanced: Numbers = 0  # the last stage has so many layers less as its head takes; 2: by blocks
     messages: Numbers = 1.0  # collectives in which a layer's weights or gradients are shared
     stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, where there are stages, too
@@ -296,7 +297,7 @@ def _host(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
     parallel = np.asarray(r.tp) > 1
     more = 1 + m["host_tp"] * parallel + m["host_experts"] * _aged(m, r)
     stall = r.stall * r.tp * (parallel & (np.asarray(r.pp) > 1))
-    stall = stall * np.where(np.asarray(r.tp) > r.node, 2, 1)
+    stall = stall * np.where(np.asarray(r.tp) > 2 * r.node, 2, 1)
     launched = m["host"] * r.host * more * (1 + r.again / 3) + stall
     return overlapped(busy, launched * r.of_stage, m["overlap"]) - busy
 
@@ -329,7 +330,9 @@ def _data(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
     of_experts = np.where(np.asarray(r.experts) > 0, of_experts, 0.0)
     once = np.where(zero == 0, 2 * reduce, reduce + gather) + of_experts
     backward = busy * 2 / 3
-    late = overlapped(once * m["late"], backward) - backward + once * (1 - m["late"])
+    behind = np.asarray(r.behind)
+    behind = np.where(behind < 0, m["late"], behind)
+    late = overlapped(once * behind, backward) - backward + once * (1 - behind)
     every = 2 * gather + reduce + of_experts * 1.5
     each = overlapped(every, busy) - busy
     return np.where(zero >= 3, each * r.micro_batches + gather * 0.5, late)
