@@ -11,19 +11,21 @@ from megatron.config.plan.fit import GIB
 
 from .step_time import Numbers, Runs, parameters
 
-# Bytes, fitted to the sweep. Of a parameter: weights in bf16 and sums of gradients in fp32; where
-# data are parallel, most of the gradients in bf16; master weights and Adam's moments; of the
-# embedding, the gradients of its two uses.
-STATE, GRADIENT, OPTIMIZER, EMBEDDING = 6, 1.5, 12.4, 2.8
-# Of a token: per hidden element two norms and their inputs, queries, keys and values before and
-# after their rotation, attention; per element of the MLP gate, up, activation and product; 2 % more
-# than these 20 and 8 bytes, as the allocator rounds.
-HIDDEN, WIDE = 20.4, 8.2
-LAYERS_OF_BACKWARD = 1.7  # what a layer's gradients take, in layers
-LOGIT, LOGIT_BEFORE = 6.8, 2.9  # ... and of the micro-batch before
-GATHERED = 5.7  # buffers of whole sequences where tensors are parallel
-# ... and what is kept of them, without stages and with: of a layer, and of all
-KEPT, KEPT_OF_STAGE = (1.3, 64), (1.5, 25)
+# Bytes that nanotron's code (huggingface/nanotron, 2026-04) says. Of a parameter: weights in bf16
+# and sums of gradients in fp32; DDP's buckets in bf16 where data are parallel; master weights and
+# Adam's moments; the second gradient of the embedding. Of a token: per hidden element two norms and
+# their inputs, queries, keys and values before and after their rotation, attention; per element of
+# the MLP gate and up, activation and product; 2 % more, as the allocator rounds.
+STATE, GRADIENT, OPTIMIZER, EMBEDDING = 6, 2, 12, 2
+HIDDEN, WIDE, ROUNDED = 20, 8, 1.02
+# Fitted to the sweep: how much of DDP's buckets stays with ZeRO 1; what a layer's gradients take,
+# in layers; logits, and those of the micro-batch before; buffers of whole sequences where tensors
+# are parallel; of a layer, and of a logit without stages, where they are kept.
+GRADIENT_OF_SHARDS = 1.5
+LAYERS_OF_BACKWARD = 1.75
+LOGIT, LOGIT_BEFORE = 6.3, 3.0
+GATHERED = 5.8
+KEPT, KEPT_OF_LOGIT = 2.4, 0.78
 REST = 0.2 * GIB
 FULL = 74 * GIB  # what none of its runs of this kind takes
 
@@ -45,20 +47,20 @@ def held(r: Runs) -> Held:
     own = dense * r.pp * layers / r.layers + ends
     shard = np.where(np.asarray(r.zero) > 0, r.dp, 1)
     alive = layers * np.minimum(r.pp, r.micro_batches)
-    layer = r.tokens * (HIDDEN * r.hidden + WIDE * r.ffn) / r.tp
+    layer = ROUNDED * r.tokens * (HIDDEN * r.hidden + WIDE * r.ffn) / r.tp
+    bucket = np.where(np.asarray(r.zero) > 0, GRADIENT_OF_SHARDS, GRADIENT)
     logits = np.where(r.micro_batches > 1, LOGIT + LOGIT_BEFORE, LOGIT) * one
     whole = np.where(np.asarray(r.tp) > 1, r.tokens * r.hidden, 0)
     again = (
-        (STATE + GRADIENT * (np.asarray(r.dp) > 1) + OPTIMIZER / shard) * own
+        (STATE + bucket * (np.asarray(r.dp) > 1) + OPTIMIZER / shard) * own
         + EMBEDDING * ends
         + layer * (alive + LAYERS_OF_BACKWARD)
         + logits * r.tokens * r.vocab / r.tp
         + GATHERED * whole
         + REST
     )
-    (layers_kept, kept), (of_stage, stage_kept) = KEPT, KEPT_OF_STAGE
-    sequences = np.where(one, layers_kept * alive + kept, of_stage * alive + stage_kept)
-    return Held(again, again + sequences * whole)
+    logit = KEPT_OF_LOGIT * one * r.tokens * r.vocab * (np.asarray(r.tp) > 1)
+    return Held(again, again + KEPT * alive * whole + logit)
 
 
 def guessed(r: Runs, both: Held) -> Numbers:
