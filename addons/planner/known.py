@@ -78,6 +78,8 @@ def _published(row: Row, words: Sequence[str], gpus: int) -> tuple[Found | None,
     run = points.runs([row])
     names = ("tp", "pp", "cp", "dp", "micro", "vpp", "ep", "zero", "again")
     layout = {name: int(getattr(run, name)[0]) for name in names}
+    chunks, layers = layout["pp"] * layout["vpp"], int(row["layers"])
+    layout["balanced"] = 3 if layers % chunks and (layers + 2) % chunks == 0 else 0
     flags = flags_of({**layout, "etp": 1 if row["experts"] else layout["tp"]})
     tried, problems = planned([*words, *flags], gpus)
     if problems:

@@ -67,7 +67,8 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
         node=node,
         network=machine.facts["network_bytes"],
         eager=0.8 if config.training.torch_compile else 1.0,
-        balanced=int(p.account_for_loss_in_pipeline_split),
+        balanced=p.account_for_loss_in_pipeline_split
+        * (3 if p.account_for_embedding_in_pipeline_split else 1),
         messages=0.2,
         sequence=int(p.sequence_parallel),
     )

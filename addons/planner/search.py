@@ -20,7 +20,7 @@ from .machines import Machine
 from .run_sizes import sizes
 from .step_time import Runs, parameters, step_seconds
 
-AXES = ("tp", "pp", "cp", "dp", "micro", "vpp", "ep", "etp", "zero", "again")
+AXES = ("tp", "pp", "cp", "dp", "micro", "vpp", "balanced", "ep", "etp", "zero", "again")
 # Flags that say a layout: those that are typed are left out of a search.
 LAYOUT = (
     ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -33,6 +33,10 @@ LAYOUT = (
     + ("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split")
     + ("account_for_loss_in_pipeline_split", "microbatch_group_size_per_vp_stage")
 )
+BALANCED = [
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+]
 MOST_TRIED = 40  # layouts of which the plan is made
 ROUGH = 0.97  # of the quick estimate of memory, what the plan may say at least
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -99,14 +103,21 @@ def _of_grid(
         # cut sequences of several samples are as many whole ones, which wait for no keys
         if cp > 1 and micro > 1 and size["batch"] % (dp * cp) == 0:
             continue
+        # as many layers in each chunk, or one less in the first and in the last
         chunks = [
-            count
-            for count in range(1, size["layers"] // pp + 1)
-            if count == 1
-            or (pp > 1 and size["layers"] % (pp * count) == 0 and each // micro % pp == 0)
+            (count, balanced)
+            for balanced, layers in ((0, size["layers"]), (3, size["layers"] + 2))
+            for count in range(1, layers // pp + 1)
+            if (count == 1 and not balanced)
+            or (
+                pp > 1
+                and layers % (pp * count) == 0
+                and (count == 1 or each // micro % pp == 0)
+                and (not balanced or layers > pp * count)
+            )
         ]
-        for vpp, (ep, etp), zero, again in itertools.product(chunks, experts, zeros, (0, 1)):
-            yield tp, pp, cp, dp, micro, vpp, ep, etp, zero, again
+        for cut, (ep, etp), zero, again in itertools.product(chunks, experts, zeros, (0, 1)):
+            yield tp, pp, cp, dp, micro, *cut, ep, etp, zero, again
 
 
 def rough_memory(config: Config, plan: Plan, runs: Runs) -> np.ndarray:
@@ -175,6 +186,7 @@ def flags_of(layout: Mapping[str, int]) -> list[str]:
     words = [part for flag, size in sizes_of.items() if size > 1 for part in (flag, str(size))]
     if layout["etp"] != layout["tp"]:
         words += ["--expert-tensor-parallel-size", str(layout["etp"])]
+    words += BALANCED * (layout["balanced"] == 3)
     words += ["--sequence-parallel"] * (layout["tp"] > 1)
     words += ["--micro-batch-size", str(layout["micro"])]
     if layout["zero"] == 1:

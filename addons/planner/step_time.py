@@ -68,7 +68,9 @@ class Runs:
     host: Numbers = 1.0  # time to launch a layer, of the machine's
     hides: Numbers = 0.0  # share of tensor parallelism's messages behind GEMMs
     behind: Numbers = -1  # share of the gradients' sum that may hide; below 0 the machine's `late`
-    balanced: Numbers = 0  # the last stage has so many layers less as its head takes; 2: by blocks
+    # 1: the last stage has so many layers less as its head takes; 2: by blocks; 3: embedding and
+    # head count as a layer each
+    balanced: Numbers = 0
     messages: Numbers = 1.0  # collectives in which a layer's weights or gradients are shared
     stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, where there are stages, too
     year: Numbers = 2026.5  # of its experts' kernels
@@ -91,6 +93,9 @@ class Runs:
         mean = self.layers / self.pp
         balanced = np.asarray(self.balanced)
         cut = np.where(balanced == 1, mean, np.ceil(mean))
+        cut = np.where(
+            (balanced == 3) & (np.asarray(self.pp) > 1), (self.layers + 2) / self.pp, cut
+        )
         return np.where(balanced == 2, self.first_layers, cut)
 
     @property
@@ -368,6 +373,7 @@ def step_seconds(m: Mapping[str, Numbers], r: Runs) -> dict[str, Numbers]:
     balanced = np.asarray(r.balanced) > 0
     spread = np.where(np.asarray(r.balanced) == 1, stage + head / r.pp, stage)
     fair = np.maximum(np.maximum(spread, head) - stage, 0)
+    fair = np.where(np.asarray(r.balanced) == 3, np.maximum(head - stage / r.of_stage, 0), fair)
     last = np.where(balanced & (np.asarray(r.pp) > 1), fair, head)
     idle = (r.pp - 1) / r.vpp * (stage + np.where(balanced, last, head / r.pp))
     micro = r.micro_batches

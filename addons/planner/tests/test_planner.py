@@ -396,6 +396,27 @@ def test_the_search_passes_over_no_layout():
     assert listed == wanted
 
 
+def test_ends_that_count_as_layers_are_searched_and_hide_the_head():
+    argv = program_words(words("6 256 4 4 512 32000 512 --micro-batch-size 1", 8))
+    line, _ = planned([*argv, "--micro-batch-size", "1"], 4)
+    table = search.layouts(run_of(line, 4, "h100"), 4)
+    which = np.flatnonzero((np.asarray(table.pp) == 4) & (np.asarray(table.balanced) == 3))
+    assert len(which)
+    layout = {name: int(np.asarray(getattr(table, name))[which[0]]) for name in search.AXES}
+    tried, problems = planned([*argv, *search.flags_of(layout)], 4)
+    assert problems == [] and layout["vpp"] == 1
+    made = make_plan(tried.config, 4, 32000)
+    assert [len(chunk) for stage in made.layers_per_stage for chunk in stage] == [1, 2, 2, 1]
+    run = run_of(tried, 4, "h100")
+    assert (run.balanced, run.of_stage) == (3, 2)
+    constants = load("h100").constants
+    with_head, without = (
+        float(step_seconds(constants, each)["head and loss"])
+        for each in (replace(run, balanced=0), run)
+    )
+    assert with_head > 0 and without < 0.5 * with_head
+
+
 def test_days_price_and_lost_time(plan):
     argv = words(H200["Llama 7B"][0], 64)
     code, out, err = plan(
