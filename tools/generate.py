@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron import launcher, threads
+from megatron import addons, launcher, threads
 from megatron.arguments import arg
 from megatron.inference.generate import LanguageModel, Result, stream
 from megatron.inference.sampling import Sampling
@@ -197,13 +197,12 @@ def chat(
     note: Callable[[str], None],
 ) -> None:
     """Answer line after line of stdin (rank 0's) until it ends."""
-    from megatron.inference.chat import chat_of
     from megatron.inference.engine import Engine, Request
     from megatron.parallel.collectives import gather_objects
 
     engine = Engine(trained.model, 1, drafts=options.num_speculative_tokens)
     note(engine.size)
-    encoder = chat_of(trained, options.chat_template)
+    encoder = addons.needed("chat_prompts", "--chat").chat_of(trained, options.chat_template)
     messages: list[dict[str, str]] = []
     tp = trained.model.ctx.tp
     while True:

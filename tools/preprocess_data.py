@@ -28,8 +28,6 @@ from megatron import addons, host
 from megatron.arguments import ForeignFlags, Problems, arg, build_parser, config_from, parse
 from megatron.config.checks import tokenizer as check_tokenizer
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.chat.encode import ChatEncoder, template_for
-from megatron.data.chat.templates import ChatTemplate
 from megatron.data.indexed_dataset import bin_path, idx_path
 from megatron.data.parts.corpus import Corpus, CorpusTotals
 from megatron.data.parts.making import tidy
@@ -46,7 +44,7 @@ from megatron.data.preprocess.encode_files import (
 )
 from megatron.data.preprocess.readers import BLOCK_BYTES, TEXT_SUFFIXES, FileBlock, input_files
 from megatron.data.preprocess.resumable_writer import Busy, Unfinished, is_finishing
-from megatron.data.preprocess.trial import SECONDS, try_first
+from megatron.data.preprocess.trial import SECONDS
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
 from megatron.problems import error_lines
@@ -343,6 +341,8 @@ def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[
         if read.chat_template is None:
             return []
         return ["--chat-template: only works with --chat; add it [flag-needs-other-flag]"]
+    if addons.module("conversations") is None:
+        return [f"--chat: {addons.MISSING}"]
     problems = [
         f"{flag}: has no meaning with --chat, whose template ends each turn itself; remove it "
         "[flags-exclude-each-other]"
@@ -578,9 +578,8 @@ def run(config: Config, files: Sequence[str], stop: Stop) -> str:
             described = [{"hub": config.read.hub, **each} for each in described]
         if job.chat and not work.finishing:
             trained = described[0]["trained_tokens"]
-            print(
-                f"{trained} of {work.tokens[0]} tokens are trained (chat template {job.chat.name})"
-            )
+            name = described[0]["chat_template"]["name"]
+            print(f"{trained} of {work.tokens[0]} tokens are trained (chat template {name})")
         with stop.held():
             paths = work.finish(described)
     return _summary(
@@ -628,7 +627,13 @@ def _prepared(config: Config) -> tuple[Job, Tokenizer]:
     )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
-    return (_chat_job(job, config, tokenizer) if read.chat else job), tokenizer
+    if read.chat:
+        key = None if read.json_keys == ("text",) else read.json_keys[0]
+        chat = addons.needed("conversations", "--chat").open_conversations(
+            job.tokenizer, tokenizer, read.chat_template, key, write.allow_special_tokens
+        )
+        job = replace(job, keys=("chat",), chat=chat)
+    return job, tokenizer
 
 
 def _limits(config: Config) -> EncodeLimits:
@@ -723,29 +728,6 @@ def _make_on_cluster(config: Config, corpus: Corpus, stop: Stop) -> tuple[Corpus
         return made
 
 
-def _chat_job(job: Job, config: Config, tokenizer: Tokenizer) -> Job:
-    """The job with its chat template, whose markers are looked up in the vocabulary."""
-    kind = job.tokenizer
-    name = config.read.chat_template
-    folder = kind.tokenizer_model if kind.tokenizer == "HuggingFaceTokenizer" else None
-
-    def build() -> tuple[ChatTemplate, list[str]]:
-        encoder = ChatEncoder(tokenizer, template_for(tokenizer, name, folder))
-        encoder.end_of_turn  # noqa: B018 (raises if the template marks no turn)
-        return encoder.template, encoder.text_markers()
-
-    try_first(build, f"--chat-template {name}" if name else f"the chat template in {folder}")
-    template, markers = build()
-    if markers:
-        print(
-            f"note: {', '.join(markers)} of the template {template.name} are not tokens of this "
-            f"{kind.tokenizer}; they are encoded as several tokens of ordinary text",
-            file=sys.stderr,
-        )
-    key = None if config.read.json_keys == ("text",) else config.read.json_keys[0]
-    return replace(job, keys=("chat",), chat=template, chat_key=key)
-
-
 def _report(
     speed: Speed, progress: Progress, done: Encoded | CorpusTotals, read: int = 0, subject: str = ""
 ) -> None:
@@ -790,7 +772,7 @@ def _job_identity(config: Config, tokenizer: Tokenizer, job: Job) -> dict[str, A
         else [],
         "--append-eod": write.append_eod,
         "--allow-special-tokens": write.allow_special_tokens,
-        "--chat": [job.chat.fingerprint, job.chat_key] if job.chat else [],
+        "--chat": list(job.chat.identity) if job.chat else [],
         # not there without the flag: parts that were made before there was one stay what they are
         **({"--metadata-keys": list(read.metadata_keys)} if read.metadata_keys else {}),
     }

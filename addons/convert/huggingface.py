@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron import addons
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.chat.encode import template_for
 
 from . import hf_tokenizer, model_card
 from .config_keys import CONFIG, Keys
@@ -375,7 +375,8 @@ def hf_export(
     with NativeCheckpoint(source, step, tokenizer) as native:
         model = as_hf(native, family, vocab_size)
         if chat_template:
-            template = template_for(native.tokenizer(), chat_template, None)
+            chat = addons.needed("chat_prompts", "--chat-template")
+            template = chat.template_for(native.tokenizer(), chat_template, None)
             model = replace(
                 model, files={**model.files, "chat_template.jinja": template.source.encode()}
             )

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron import interrupt
+from megatron import addons, interrupt
 from megatron.addons.datasets.source_reader import DocumentSources
 from megatron.arguments import arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
@@ -28,10 +28,8 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
-from megatron.data.packed.build import open_files
-from megatron.data.packed.loss_mask import is_trained, tokens_of
-from megatron.data.packed.packed_dataset import SampleFile
-from megatron.data.packed.sample_formats import SampleFormat
+from megatron.data.loss_mask import is_trained, tokens_of
+from megatron.data.sample_formats import SampleFile, SampleFormat
 from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
@@ -379,7 +377,8 @@ def show(options: ShowOptions) -> int:
     )
     before, after = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     tokenizer = tokenizer_from(options)
-    _, files = open_files([options.prefix], tokenizer.identity(), FORMATS)
+    packed = addons.needed("packed_samples", "show")
+    _, files = packed.open_files([options.prefix], tokenizer.identity(), FORMATS)
     samples = files[0][1]
     if options.document >= len(samples.lengths):
         raise ValueError(

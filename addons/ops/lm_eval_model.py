@@ -12,8 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 
-from megatron.data.chat.encode import ChatEncoder, template_for
-from megatron.data.chat.messages import checked
+from megatron import addons
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import TrainedModel, open_trained_model
@@ -191,21 +190,22 @@ class MegatronGPT(TemplateLM):
 
     # --apply_chat_template
 
-    def _chat(self) -> ChatEncoder:
-        template = template_for(self._tokens, self._template_name, self._tokenizer_folder)
-        return ChatEncoder(self._tokens, template)
+    @property
+    def _template(self) -> Any:
+        chat = addons.needed("chat_prompts", "--apply_chat_template")
+        return chat.template_for(self._tokens, self._template_name, self._tokenizer_folder)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt of a conversation. Raises ValueError without a chat template."""
-        return self._chat().template.text(
-            checked(chat_history), add_generation_prompt=add_generation_prompt
-        )
+        messages = addons.needed("chat_prompts", "--apply_chat_template").checked(chat_history)
+        prompt: str = self._template.text(messages, add_generation_prompt=add_generation_prompt)
+        return prompt
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the template, if one is wanted."""
-        return self._chat().template.source if chat_template else None
+        return self._template.source if chat_template else None
 
     @property
     def tokenizer_name(self) -> str:

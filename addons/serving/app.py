@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import (
@@ -24,7 +24,6 @@ from fastapi.responses import (
 from starlette.exceptions import HTTPException as StarletteError
 from starlette.requests import ClientDisconnect
 
-from megatron.inference.chat import Chat
 from megatron.inference.engine import NewToken
 from megatron.inference.engine import Request as EngineRequest
 from megatron.inference.sampling import Sampling
@@ -40,6 +39,9 @@ from .schemas import (
     read_json,
 )
 from .worker import Job, QueueFull, TextChunk, Worker
+
+if TYPE_CHECKING:
+    from ..finetuning.chat_prompts import Chat
 
 PAGE = Path(__file__).with_name("chat.html")
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions

@@ -12,10 +12,10 @@ import pytest
 
 from megatron.addons.datasets.tests.test_inspect_data import flags, refused
 from megatron.addons.datasets.tests.test_inspect_data import texts as pairs  # noqa: F401
+from megatron.addons.finetuning.tests.packed_files import write_file
 from megatron.addons.internlm.tests.lines import write_lines
 from megatron.addons.ops.data_ledger.writer import Ledger
 from megatron.data.ledger import read_ledger
-from tests.core.data.packed.packed_files import write_file
 from tests.forkrun import ROOT
 from tests.load_tool import load_tool
 from tests.problems import assert_reported

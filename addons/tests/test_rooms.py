@@ -26,6 +26,7 @@ USED = {
     "convert": "--save-hf-interval 2",
     "datasets": "",
     "engine": "",
+    "finetuning": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
     "loss_weights": "--data-loss-weights 2",
@@ -47,6 +48,7 @@ ADDONS = {
 # a program of the core with flags under which an add-on without flags or programs does something
 PROGRAMS = {
     "megatron_api": "tools/check_script.py pretrain_gpt.py",
+    "finetuning": f"pretrain_gpt.py {' '.join(SMALL)} --packed-samples --train-data-path x",
     "object_storage": f"pretrain_gpt.py {' '.join(SMALL)} --mock-data --load s3://bucket/run",
     "ray": "tools/preprocess_data.py --cluster ray",
 }
@@ -165,14 +167,16 @@ def test_tests_of_the_core_and_of_tools_need_no_add_on():
 
 @pytest.mark.parametrize("addon", ADDONS)
 def test_tests_of_an_add_on_need_no_other(addon):
-    """But the converter."""
+    """But the converter, and rows of packed samples."""
     files = [path for path in (ROOT / "addons" / addon / "tests").rglob("*") if path.is_file()]
     texts = {
         path.name: path.read_text() if path.suffix == ".py" else repr(path.read_text("utf-8"))
         for path in files
         if path.suffix in (".py", ".txt")
     }
-    found = {name: of_an_add_on(text, addon, "convert") for name, text in texts.items()}
+    found = {
+        name: of_an_add_on(text, addon, "convert", "finetuning") for name, text in texts.items()
+    }
     assert found and {name: names for name, names in found.items() if names} == {}
 
 
@@ -303,8 +307,10 @@ def test_all_tests_of_the_core_need_no_add_on(tmp_path):
 @pytest.mark.parametrize("addon", ADDONS)
 def test_an_add_on_needs_no_other(addon, tmp_path):
     """But the converter, which asks Megatron's tables which arguments change nothing: without them
-    it asks for --ignore-config-key."""
-    kept = {addon, "convert"} | ({"megatron_cli"} if addon in ("convert", "internlm") else set())
+    it asks for --ignore-config-key; and packed samples."""
+    kept = {addon, "convert", "finetuning"} | (
+        {"megatron_cli"} if addon in ("convert", "internlm") else set()
+    )
     check(without(tmp_path / "tree", *(ADDONS.keys() - kept)), f"addons/{addon}", *PARALLEL)
 
 

@@ -5,9 +5,9 @@ from megatron.config.checks.rules import WOULD_STOP
 from megatron.config.command_line import CommandLine, refuse
 from megatron.config.plan import fit, tables
 from megatron.config.plan.plan import Plan
-from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import plan_table, validation_note
 from megatron.data.request import DataRequest
+from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.tokenizers.build import planned_vocabulary
 from megatron.training import preflight
 from megatron.training.feature import data_source, features_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
+from megatron.data.sample_formats import GeneratedSamples, SampleFormat
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from megatron import addons
 from megatron.config.data import DataConfig
 from megatron.data.build import Splits, build_mock
 from megatron.data.plan_table import Row
@@ -69,13 +70,13 @@ class EpochOrder:
 
 
 class Packed:
-    """--packed-samples: rows of whole samples, from .bin/.idx pairs or files of features."""
+    """--packed-samples: rows of whole samples, which an add-on reads (packed_samples.py)."""
 
     def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
         """See `DataSource`."""
-        from megatron.data.packed.build import build_packed_datasets
-
-        return build_packed_datasets(data, request, rows)
+        packed = addons.needed("packed_samples", "--packed-samples")
+        splits: Splits = packed.build_packed_datasets(data, request, rows)
+        return splits
 
     def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
         """The data sets are built, which reads lengths only."""

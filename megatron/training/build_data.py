@@ -13,9 +13,9 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
-from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
+from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.sample_lookup import Dataset
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.subsets import subset_names

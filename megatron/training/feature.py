@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron.arguments import Extension
 from megatron.config.tree import Config, Demands
-from megatron.data.packed.sample_formats import SampleFormat
+from megatron.data.sample_formats import SampleFormat
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts

@@ -20,7 +20,6 @@ from megatron.config import checkpoint_args
 from megatron.config.architecture import FromCheckpoint
 from megatron.config.run_directory import vouched_file
 from megatron.config.tree import Config
-from megatron.data.chat.templates import template_in_folder
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer
 from megatron.features.registry import RunConfig
 from tests.core.data.corpora import build_datasets, data_flags, write_corpus
@@ -136,10 +135,6 @@ LINKS: dict[str, Callable[[Path, Path], object]] = {
     ),
     "vocab.json of a folder": link_in_place_of(
         "vocab.json", lambda root: HuggingFaceTokenizer(str(root))
-    ),
-    "chat_template.jinja of a folder": link_in_place_of("chat_template.jinja", template_in_folder),
-    "tokenizer_config.json of a folder": link_in_place_of(
-        "tokenizer_config.json", template_in_folder
     ),
     "index cache of data": index_cache,
     "tracker": link_in_place_of(store.TRACKER, reading.latest),

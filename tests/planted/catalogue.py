@@ -23,7 +23,7 @@ CRASH = "tests/core/checkpoint/test_crashes.py::test_every_crash_leaves_the_old_
 LOCAL = "tests/core/training/checkpointing/test_local_copies.py"
 STORE = "tests/core/checkpoint/test_store.py"
 HISTORY = "tests/core/training/checkpointing/test_one_history.py"
-ROWS = "tests/core/data/packed/test_packed.py"
+ROWS = "addons/finetuning/tests/test_rows.py"
 CHAT = "tests/core/training/test_chat.py"
 PACKED_RUNS = "tests/core/training/test_packed.py"
 ADAPTERS = "tests/core/kernels/test_libraries.py"
@@ -1594,25 +1594,25 @@ BUGS = {
     ),
     # Packed samples.
     "the last token of a row has no label": Bug(
-        "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
+        "addons.finetuning.packed_dataset.PackedFile.__getitem__",
         "count + with_label",
         "count",
         f"{ROWS}::test_the_worked_example_label_by_label",
     ),
     "positions not restarted in the next row of a sample": Bug(
-        "megatron.data.packed.packed_dataset.PackedFile.__getitem__",
+        "addons.finetuning.packed_dataset.PackedFile.__getitem__",
         "np.arange(count)",
         "np.arange(first, first + count)",
         f"{ROWS}::test_the_worked_example_label_by_label",
     ),
     "samples of exactly the minimum length omitted": Bug(
-        "megatron.data.packed.packed_dataset.PackedFile.__init__",
+        "addons.finetuning.packed_dataset.PackedFile.__init__",
         "lengths >= rule.min_length",
         "lengths > rule.min_length",
         f"{ROWS}::test_rows_are_those_of_a_plain_packer",
     ),
     "each epoch in the order of the first": Bug(
-        "megatron.data.packed.packed_dataset.PackedDataset._turn_to",
+        "addons.finetuning.packed_dataset.PackedDataset._turn_to",
         "self._random",
         "np.random.RandomState(SEED)",
         f"{ROWS}::test_epochs_are_whole_batches_of_one_generator_that_goes_on",
@@ -1644,20 +1644,20 @@ BUGS = {
         "addons/internlm/tests/test_demo_steps.py::test_the_twelve_steps_of_the_demo_logs",
     ),
     "every token of a chat is trained": Bug(
-        "megatron.data.chat.encode.ChatEncoder.encode",
+        "addons.finetuning.encode.ChatEncoder.encode",
         "return (ids, trained)",
         "return (ids, np.ones_like(trained))",
         f"{CHAT}::test_the_loss_is_that_of_the_assistants_tokens_alone[pad_samples]",
     ),
     "the end token of a chat's turn is not trained": Bug(
-        "megatron.data.chat.templates.ChatTemplate._derived",
+        "addons.finetuning.templates.ChatTemplate._derived",
         "after[:end.end()]",
         "after[:end.start()]",
-        "tests/tools/chat/test_templates.py::"
+        "addons/finetuning/tests/test_templates.py::"
         "test_each_assistant_turn_and_its_end_token_and_nothing_else[chatml]",
     ),
     "id 0 in an answer is not trained": Bug(
-        "megatron.data.packed.loss_mask.mark",
+        "megatron.data.loss_mask.mark",
         "np.where(ids == 0, TRAINED_ZERO, ids)",
         "ids",
         f"{CHAT}::test_the_loss_is_that_of_the_assistants_tokens_alone[pad_samples]",

@@ -72,8 +72,7 @@ REMOVED = (
     "tools/convert_data.py",
 )
 NAMES_IT = {
-    # a template of conversations and a family of models, as llama3 is one
-    "megatron/data/chat/templates.py",
+    # a template of conversations, as llama3 is one
     "tools/generate.py",
     "tools/preprocess_data.py",
 }

@@ -19,8 +19,8 @@ from megatron.config.run_directory import iteration_directory, iterations
 from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
-from megatron.data.packed.sample_formats import formats_of, generated_by
 from megatron.data.request import Before, DataRequest
+from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.sample_lookup import Dataset, TokenSpan
 from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
 from megatron.data.sources import source_of

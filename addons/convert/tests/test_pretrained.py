@@ -197,13 +197,13 @@ def test_it_goes_back_bit_for_bit(hf, ours):
 
 
 def test_the_page_of_fine_tuning(tmp_path):
-    """docs/finetune.md with SmolLM2 itself: what two steps on conversations that say so teach."""
+    """addons/finetuning/finetune.md with SmolLM2 itself: what two steps on conversations that say so teach."""
     hf = write_folder("smollm2", tmp_path)
     tree = walk.clone(tmp_path / "walk")
     walk.make_environment(tree)
     (tree / "models").mkdir()
     hf.rename(tree / "models/smollm2")
-    page = walk.blocks((ROOT / "docs/finetune.md").read_text(encoding="utf-8"))
+    page = walk.blocks((ROOT / "addons/finetuning/finetune.md").read_text(encoding="utf-8"))
     code, printed = walk.run_page(page, tree)
     assert code == 0, printed[-1]
     texts = dict(zip((block.text for block in page), printed, strict=True))

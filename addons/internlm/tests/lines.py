@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.addons.finetuning.tests import packed_files
 from megatron.addons.internlm.feature import InternlmConfig
-from tests.core.data.packed import packed_files
 
 FORMATS = InternlmConfig.sample_formats
 build = partial(packed_files.build, more={"sample_formats": FORMATS})

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.addons.finetuning.tests.packed_files import write_pair
 from megatron.addons.internlm import token_data as TOOL
 from megatron.addons.internlm import token_files
 from megatron.addons.internlm.tests.lines import write_lines
 from megatron.addons.internlm.token_files import JsonlTokens
 from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.core.data.packed.packed_files import write_pair
 from tests.pairs import PairWriter
 from tests.problems import assert_reported
 from tools.shared import progress

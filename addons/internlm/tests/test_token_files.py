@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.addons.finetuning.packed_dataset import PackedFile, PackingRule
+from megatron.addons.finetuning.tests.packed_files import write_pair
 from megatron.addons.internlm.feature import InternlmConfig
 from megatron.addons.internlm.read_config import read_config
 from megatron.addons.internlm.tests.lines import build, write_lines
 from megatron.addons.internlm.token_files import JsonlTokens, _load_meta
 from megatron.config import command_line
-from megatron.data.packed.packed_dataset import PackedFile, PackingRule
 from megatron.features.registry import RunConfig
 from tests import problems
 from tests.core.config.checks.checked_flags import BASE, checked
-from tests.core.data.packed.packed_files import write_pair
 from tests.problems import codes_of
 
 GENERATED = InternlmConfig.adds["dummy_data"]["internlm"].make()

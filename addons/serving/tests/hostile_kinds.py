@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron.addons.finetuning.tests.conversations import CONVERSATIONS
 from tests.campaigns.hostile.campaign import Kind, Refused
-from tests.tools.chat.conversations import CONVERSATIONS
 
 
 def make_bodies(folder: Path) -> None:
@@ -20,11 +20,11 @@ def make_bodies(folder: Path) -> None:
 
 
 def read_bodies(folder: Path) -> Any:
+    from megatron.addons.finetuning.chat_prompts import Chat
+    from megatron.addons.finetuning.encode import ChatEncoder
+    from megatron.addons.finetuning.templates import BUILT_IN, ChatTemplate
     from megatron.addons.serving import schemas
-    from megatron.data.chat.encode import ChatEncoder
-    from megatron.data.chat.templates import BUILT_IN, ChatTemplate
     from megatron.data.tokenizers.build import build_tokenizer
-    from megatron.inference.chat import Chat
 
     tokenizer = build_tokenizer("ByteTokenizer")
     template = ChatTemplate("x", "{{ tools | tojson }}" + BUILT_IN["chatml"])

@@ -29,11 +29,11 @@ from tests.forkrun import ROOT
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
+from megatron.addons.finetuning.chat_prompts import chat_of  # noqa: E402
 from megatron.addons.serving import app  # noqa: E402
 from megatron.addons.serving.access import Access  # noqa: E402
 from megatron.addons.serving.tests.server import KEY, serving, trained_run  # noqa: E402
 from megatron.addons.serving.worker import Job, TextChunk, Worker  # noqa: E402
-from megatron.inference.chat import chat_of  # noqa: E402
 
 pytestmark = [pytest.mark.peers, pytest.mark.campaign]
 JSON = {"Content-Type": "application/json"}

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 
-from megatron import object_stores
+from megatron import addons, object_stores
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.data import DataConfig
@@ -200,11 +200,8 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                     if not object_stores.is_installed():
                         yield f"{flag} {prefix}: {object_stores.MISSING}"
                     continue  # the store says so where it is read
-                problems = None
-                if d.packed_samples:
-                    from megatron.config.checks.packed import word_problems
-
-                    problems = word_problems(flag, prefix, indices)
+                packed = addons.module("packed_rules") if d.packed_samples else None
+                problems = packed.word_problems(flag, prefix, indices) if packed else None
                 yield from _corpus(flag, prefix, len(words)) if problems is None else problems
 
 

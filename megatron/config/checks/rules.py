@@ -8,6 +8,7 @@ what was requested. Files: `checks/paths.py`.
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
+from megatron import addons
 from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
@@ -187,9 +188,8 @@ def _local_copies(f: Facts) -> Iterator[str]:
 
 def _packed(f: Facts) -> Iterator[str]:
     if f["packed_samples"]:
-        from megatron.config.checks.packed import rule
-
-        yield from rule(f)
+        rules = addons.module("packed_rules")
+        yield from rules.rule(f) if rules else [f"--packed-samples: {addons.MISSING}"]
 
 
 _RULES = (

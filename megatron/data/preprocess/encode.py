@@ -9,16 +9,12 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.chat.encode import ChatEncoder
-from megatron.data.chat.messages import TOOLS, UNREAD, conversation_of, tools_of
-from megatron.data.chat.templates import ChatTemplate
 from megatron.data.document_sources import BlockSources, Collector, fields_with_json
-from megatron.data.packed.loss_mask import mark
 from megatron.data.preprocess import sentences
 from megatron.data.preprocess.dataset_writer import optimal_dtype
 from megatron.data.preprocess.jsonl import bounded_record_of, texts_of, texts_under
@@ -30,11 +26,27 @@ TOGETHER = 1024  # arrays that the system writes in one call
 LONGEST = np.iinfo(np.int32).max  # tokens of one sequence in the format
 
 
+class Conversations(Protocol):
+    """What reads conversations (--chat). Methods raise ValueError saying what is wrong."""
+
+    identity: Sequence[str | None]  # equal ones make the same ids of a record
+    columns: tuple[Sequence[str], Sequence[str]]  # needed, and read where they exist
+
+    def document(self, record: object, is_row: bool) -> Any:
+        """The conversation of a record of JSON, or of a row of parquet."""
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Any], tuple[np.ndarray, int]]:
+        """From a conversation to its ids with a loss mask, int32, and the UTF-8 bytes of it."""
+
+    def described(self, paths: Sequence[str], dtype: np.dtype) -> dict[str, Any]:
+        """What the .json of a pair says of it, whose ids are in these files."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What to make of each document. `language`: of the sentences it is split into, None for not at
-    all. `chat`: documents are conversations under `chat_key`, written by this template.
-    `metadata_keys`: what is kept of each record, with its place in the input."""
+    all. `chat`: what reads documents that are conversations. `metadata_keys`: what is kept of each
+    record, with its place in the input."""
 
     tokenizer: TokenizerConfig
     keys: tuple[str, ...]
@@ -42,8 +54,7 @@ class Job:
     allow_special_tokens: bool = False
     language: str | None = None
     keep_newlines: bool = False
-    chat: ChatTemplate | None = None
-    chat_key: str | None = None
+    chat: Conversations | None = None
     metadata_keys: tuple[str, ...] = ()
 
     def dtype(self, tokenizer: Tokenizer) -> np.dtype:
@@ -53,11 +64,9 @@ class Job:
     @property
     def columns(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Of parquet files: those that are needed, and those that are read where they exist."""
-        needed, optional = self.keys, self.metadata_keys
-        if self.chat:
-            needed = (self.chat_key or "messages",)
-            optional = (TOOLS, *UNREAD, *sorted(self.chat.reads), *optional)
-        return needed, tuple(key for key in dict.fromkeys(optional) if key not in needed)
+        needed, optional = self.chat.columns if self.chat else (self.keys, ())
+        extra = dict.fromkeys((*optional, *self.metadata_keys))
+        return tuple(needed), tuple(key for key in extra if key not in needed)
 
 
 class Encoded(NamedTuple):
@@ -140,9 +149,7 @@ class Encoder:
         self._tokenizer = tokenizer_of(job.tokenizer)
         self._dtype = job.dtype(self._tokenizer)
         self._end = np.asarray([self._tokenizer.eod], self._dtype) if job.append_eod else None
-        self._chat = None
-        if job.chat:
-            self._chat = ChatEncoder(self._tokenizer, job.chat, job.allow_special_tokens)
+        self._chat = job.chat.encoder(self._tokenizer) if job.chat else None
         self._special = None
         if job.allow_special_tokens and not job.chat:
             self._special = re.compile(
@@ -173,7 +180,7 @@ class Encoder:
         mark = self._mark
         mark[0] = block.number
         for texts_at, length in (
-            conversations(block, self._job, self._job.chat)
+            conversations(block, self._job)
             if self._job.chat
             else records(block, keys, metadata_keys)
         ):
@@ -236,14 +243,12 @@ class Encoder:
             os.close(file)
 
     def _encode_document(self, document: list[Any]) -> tuple[list[np.ndarray], int]:
-        """The sequences of a document (its texts, or the messages and tools of a conversation), and
+        """The sequences of a document (its texts, or a conversation), and
         the UTF-8 bytes that texts or messages have."""
         if self._chat is None:
             return self._sequences(document)
-        messages, tools = document
-        ids, trained = self._chat.encode(messages, tools)
-        size = sum(_utf8_bytes(message.get("content", "")) for message in messages)
-        return [mark(ids, trained)], size
+        ids, size = self._chat(document)
+        return [ids], size
 
     def _sequences(self, texts: list[str]) -> tuple[list[np.ndarray], int]:
         """The ids of each text of a document that has any, and the UTF-8 bytes that they stand
@@ -324,38 +329,29 @@ def records(
 
 
 def conversations(
-    block: FileBlock, job: Job, chat: ChatTemplate
-) -> Iterator[tuple[Callable[[], list[list[Any]] | None], int]]:
-    """For each line or row what gives [[messages, tools]] of it and what is kept of the metadata
-    (None if it is blank; raises ValueError), and its bytes."""
+    block: FileBlock, job: Job
+) -> Iterator[tuple[Callable[[], list[Any] | None], int]]:
+    """For each line or row what gives its conversation and what is kept of the metadata (None if
+    it is blank; raises ValueError), and its bytes."""
     if block.kind == "long":
         yield too_long, block.end - block.start
         return
     if block.kind == "rows":
-        needed, optional = job.columns
+        names = [name for names in job.columns for name in names]
         for row in block.rows():
-            record = dict(zip((*needed, *optional), row, strict=True))
-            yield functools.partial(_row_conversation, record, job, chat), len(str(row[0]))
+            record = dict(zip(names, row, strict=True))
+            yield functools.partial(_conversation, record, job, True), len(str(row[0]))
         return
-    yield from _lines(block, functools.partial(_line_conversation, job=job, chat=chat))
+    yield from _lines(block, functools.partial(_line_conversation, job=job))
 
 
-def _line_conversation(line: memoryview, job: Job, chat: ChatTemplate) -> list[list[Any]] | None:
-    return None if _is_blank(line) else _conversation(bounded_record_of(line), job, chat)
+def _line_conversation(line: memoryview, job: Job) -> list[Any] | None:
+    return None if _is_blank(line) else _conversation(bounded_record_of(line), job, False)
 
 
-def _row_conversation(record: dict[str, Any], job: Job, chat: ChatTemplate) -> list[list[Any]]:
-    if record[TOOLS] and not isinstance(record[TOOLS], str):
-        raise ValueError(
-            'has "tools" in columns of parquet, which add null for the keys of other tools; store '
-            "the list as JSON text"
-        )
-    return _conversation(record, job, chat)
-
-
-def _conversation(record: object, job: Job, chat: ChatTemplate) -> list[list[Any]]:
-    messages = conversation_of(record, job.chat_key)
-    return [[messages, tools_of(record, chat.reads)], *fields_with_json(record, job.metadata_keys)]
+def _conversation(record: object, job: Job, is_row: bool) -> list[Any]:
+    assert job.chat
+    return [job.chat.document(record, is_row), *fields_with_json(record, job.metadata_keys)]
 
 
 Line = TypeVar("Line")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.data.document_sources import Trailer
-from megatron.data.packed.loss_mask import count_trained
 from megatron.data.preprocess.encode import Encoded, Job
 from megatron.data.preprocess.readers import FileBlock, FileReader
 from megatron.data.preprocess.resumable_writer import BadRecords, Unfinished
@@ -78,10 +77,7 @@ def descriptions(job: Job, tokenizer: Tokenizer, work: Unfinished) -> list[dict[
         "input_bytes": work.done,
     }
     if job.chat and not work.finishing:
-        counts["trained_tokens"] = sum(
-            count_trained(path, job.dtype(tokenizer)) for path in work.paths()[0]
-        )
-        counts["chat_template"] = {"name": job.chat.name, "sha256": job.chat.fingerprint}
+        counts |= job.chat.described(work.paths()[0], job.dtype(tokenizer))
     identity = tokenizer.identity()
     size = tokenizer.vocab_size
     return [

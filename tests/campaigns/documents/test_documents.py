@@ -19,7 +19,7 @@ AFTER_START = {
     "docs/evaluation.md": ("lm_eval",),
     "docs/convert.md": ("transformers",),
 }
-FINE_TUNING = "docs/finetune.md"
+FINE_TUNING = "addons/finetuning/finetune.md"
 AGENT = "examples/internlm/README.md"
 PACKAGES = {
     **AFTER_START,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.chat.messages import conversation_of
+from megatron.addons.finetuning.messages import conversation_of
 from tests.load_tool import exit_code, load_tool
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags
 

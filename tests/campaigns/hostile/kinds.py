@@ -17,7 +17,6 @@ from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.reading import candidates
 from megatron.config import command_line
 from megatron.data.blend.blended_dataset import BlendedDataset, read_blend_file, read_split_blends
-from megatron.data.chat.templates import find_template
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
@@ -35,7 +34,6 @@ from tests.core.checkpoint.saves import Unsynced, save
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
 from tests.load_tool import load_tool
 from tests.pairs import PairWriter
-from tests.tools.chat.conversations import CONVERSATIONS
 
 PLOT = load_tool("plot")
 PREPROCESS = load_tool("preprocess_data")
@@ -154,16 +152,6 @@ def read_texts(folder: Path) -> list[list[list[int]]]:
     return [document for document in documents if document]
 
 
-def read_chat_data(folder: Path) -> bytes:
-    flags = ("--tokenizer-type", "ByteTokenizer", "--chat", "--chat-template", "zephyr")
-    return b"".join(preprocess(folder, *flags))
-
-
-def make_chat_data(folder: Path) -> None:
-    lines = [json.dumps({"messages": one}) for one in CONVERSATIONS.values()]
-    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def make_texts(folder: Path) -> None:
     url = "https://example.org/\u00fc"
     lines = [
@@ -194,7 +182,7 @@ def read_blends(folder: Path) -> Any:
     )
 
 
-# --- tokenizers and chat templates
+# --- tokenizers
 
 
 def read_gpt2(folder: Path) -> Any:
@@ -239,22 +227,6 @@ def tokenize(kind: str, name: str) -> Callable[[Path], Any]:
         return list(map(int, tokenizer.tokenize(TEXT))), tokenizer.vocab_size, tokenizer.eod
 
     return read
-
-
-def make_template(folder: Path) -> None:
-    from megatron.data.chat.templates import BUILT_IN
-
-    (folder / "t.jinja").write_text(BUILT_IN["llama3"])
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": BUILT_IN["chatml"]}))
-
-
-def read_template(folder: Path) -> list[str]:
-    messages = next(iter(CONVERSATIONS.values()))
-    known = {"bos_token": "<s>", "eos_token": "</s>"}
-    return [
-        find_template(name, str(folder), known).text(messages)
-        for name in (str(folder / "t.jinja"), None)
-    ]
 
 
 # --- flags and configurations
@@ -406,14 +378,6 @@ KINDS = [
         cost=0.25,
         oracle=oracles.texts,
     ),
-    Kind(
-        "chat records",
-        make_chat_data,
-        read_chat_data,
-        ("in.jsonl",),
-        needs=("jinja2",),
-        stream=True,
-    ),
     Kind("blends", make_blends, read_blends, ("blend.txt", "splits.json")),
     Kind(
         "vocab.json, merges.txt",
@@ -443,13 +407,6 @@ KINDS = [
         ("t.json",),
         needs=("tiktoken",),
         forged=forged.TIKTOKEN,
-    ),
-    Kind(
-        "chat template",
-        make_template,
-        read_template,
-        ("t.jinja", "tokenizer_config.json"),
-        needs=("jinja2",),
     ),
     Kind(
         "args file",

@@ -91,9 +91,8 @@ def test_another_source_is_a_class_and_a_row_of_the_table(monkeypatch):
         {"data_path": ("A",)},
         {"data_path": ("1", "A", "2", "B")},
         {"data_path": ("1", "A", "2", "B"), "data_order": "epoch"},
-        {"train_data_path": ("A", "B"), "packed_samples": True},
     ],
-    ids=["megatron", "blend", "epoch", "packed"],
+    ids=["megatron", "blend", "epoch"],
 )
 def test_what_a_sample_shows_is_what_shows_the_document(flags, tmp_path):
     """spans_of and samples_showing are each other's inverse, for every source of files."""
@@ -102,7 +101,7 @@ def test_what_a_sample_shows_is_what_shows_the_document(flags, tmp_path):
         flag: tuple(words.get(word, word) for word in value) if flag.endswith("path") else value
         for flag, value in flags.items()
     }
-    data = DataConfig(split=None if "train_data_path" in flags else "1,0,0", **named)
+    data = DataConfig(split="1,0,0", **named)
     train, _, _ = build_datasets(
         data, sizes=(20, 0, 0), sequence_length=8, vocab_size=1000, eod=999
     )

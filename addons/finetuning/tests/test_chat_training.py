@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.addons.finetuning.tests.packed_files import build
 from megatron.data.megatron_order import open_corpus
 from megatron.data.tokenizers.build import ByteTokenizer
 from megatron.inference.load_model import open_trained_model
 from megatron.training.batch import BatchRules, MicroBatch, make_batch
 from tests import problems
-from tests.core.data.packed.packed_files import build
 from tests.core.model.tiny import tiny_model
 from tests.load_tool import exit_code, load_tool
 from tests.runs import NO_DROPOUT, SMALL, plot, train, with_flags

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.addons.finetuning.chat_prompts import chat_of
 from megatron.data.tokenizers.build import ByteTokenizer
-from megatron.inference.chat import chat_of
 
 MESSAGES = [
     {"role": "system", "content": "Be kind."},

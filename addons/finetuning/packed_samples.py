@@ -10,16 +10,17 @@ from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS
 from megatron.data.build import Blends, Splits, read_blends
 from megatron.data.indexed_dataset import IndexedDataset, idx_path
-from megatron.data.packed.documents import Documents
-from megatron.data.packed.folders import subset_names, subset_of, token_files
-from megatron.data.packed.loss_mask import tokens_of
-from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule, SampleFile
-from megatron.data.packed.sample_formats import GeneratedSamples, SampleFormat
+from megatron.data.loss_mask import tokens_of
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
+from megatron.data.sample_formats import GeneratedSamples, SampleFile, SampleFormat
 from megatron.data.sample_lookup import Dataset
 from megatron.data.subsets import shortened
 from megatron.data.tokenizers import metadata as provenance
+
+from .documents import Documents
+from .folders import subset_names, subset_of, token_files
+from .packed_dataset import PackedDataset, PackedFile, PackingRule
 
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
 

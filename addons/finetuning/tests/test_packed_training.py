@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.packed.loss_mask import mark
-from megatron.data.packed.packed_dataset import PackedFile, PackingRule
+from megatron.addons.finetuning.packed_dataset import PackedFile, PackingRule
+from megatron.addons.finetuning.tests.packed_files import Listed, build, write_file, write_pair
+from megatron.data.loss_mask import mark
 from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
 from megatron.kernels.select import kernel_table
 from megatron.model import gpt
@@ -23,7 +24,6 @@ from megatron.training.batch import (
 from megatron.training.build import make_tokenizer, plan_run
 from megatron.training.build_data import build_data
 from megatron.training.logging.subset_metrics import FILLED
-from tests.core.data.packed.packed_files import Listed, build, write_file, write_pair
 from tests.core.model.tiny import tiny_model
 from tests.core.parity.layouts import CP, DISTRIBUTED, GATHER, LLAMA, PP, SP, TP
 from tests.core.training.built_runs import RUNTIME, config_of

@@ -12,12 +12,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from megatron.data.index_helpers import shuffle
-from megatron.data.packed.loss_mask import labels_of, tokens_of
+from megatron.data.loss_mask import labels_of, tokens_of
+from megatron.data.sample_formats import SampleFile
 from megatron.data.sample_lookup import (
     LABELS,
     NO_LABEL,
@@ -29,32 +30,6 @@ from megatron.data.sample_lookup import (
 )
 
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
-
-
-class SampleFile(Protocol):
-    """Samples of one file. A negative id is a token without loss; see `loss_mask`."""
-
-    prefix: str  # the path without .bin
-    lengths: np.ndarray  # [n] tokens of each sample
-
-    def read(self, sample: int, first: int, count: int) -> np.ndarray:
-        """Ids `first .. first + count` of a sample, int64."""
-
-    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int] | None:
-        """The bytes of the .bin that hold them; None for generated data."""
-
-    def fingerprint(self) -> bytes:
-        """What distinguishes its samples and their order from others, in any directory."""
-
-
-class CheckedSamples(SampleFile, Protocol):
-    """Samples whose file can be checked."""
-
-    bin_bytes: int
-
-    def id_range(self, limit: int | None = None) -> tuple[int, int]:
-        """(smallest, largest) id of the first samples until they have `limit` tokens (None: all),
-        (0, -1) without any."""
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,37 @@ the .bin/.idx pairs of the core."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
 
 from megatron.config.tree import Config
 
-if TYPE_CHECKING:
-    from megatron.data.packed.packed_dataset import CheckedSamples, SampleFile
+
+class SampleFile(Protocol):
+    """Samples of one file. A negative id is a token without loss."""
+
+    prefix: str  # the path without .bin
+    lengths: np.ndarray  # [n] tokens of each sample
+
+    def read(self, sample: int, first: int, count: int) -> np.ndarray:
+        """Ids `first .. first + count` of a sample, int64."""
+
+    def bytes_of(self, sample: int, first: int, count: int) -> tuple[int, int] | None:
+        """The bytes of the .bin that hold them; None for generated data."""
+
+    def fingerprint(self) -> bytes:
+        """What distinguishes its samples and their order from others, in any directory."""
+
+
+class CheckedSamples(SampleFile, Protocol):
+    """Samples whose file can be checked."""
+
+    bin_bytes: int
+
+    def id_range(self, limit: int | None = None) -> tuple[int, int]:
+        """(smallest, largest) id of the first samples until they have `limit` tokens (None: all),
+        (0, -1) without any."""
 
 
 class SampleFormat(Protocol):

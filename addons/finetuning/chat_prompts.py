@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chat.encode import ChatEncoder, template_for
-from megatron.data.chat.messages import checked
-from megatron.data.chat.templates import template_in_folder
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.inference.load_model import TrainedModel
+
+from .encode import ChatEncoder, template_for
+from .messages import checked
+from .templates import template_in_folder
 
 PLAIN_END = "\nUser:"
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.chat.messages import Message
-from megatron.data.chat.templates import ChatTemplate, find_template
 from megatron.data.tokenizers.base import Tokenizer
+
+from .messages import Message
+from .templates import ChatTemplate, find_template
 
 
 def template_for(tokenizer: Tokenizer, name: str | None, folder: str | None) -> ChatTemplate:

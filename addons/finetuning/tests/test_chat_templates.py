@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.chat.encode import ChatEncoder, template_for
-from megatron.data.chat.messages import conversation_of, tools_of
-from megatron.data.chat.templates import BUILT_IN, ChatTemplate
+from megatron.addons.finetuning.encode import ChatEncoder, template_for
+from megatron.addons.finetuning.messages import conversation_of, tools_of
+from megatron.addons.finetuning.templates import BUILT_IN, ChatTemplate
+from megatron.addons.finetuning.tests import tool_records
+from megatron.addons.finetuning.tests.conversations import CONTROL, CONVERSATIONS, FOREIGN
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packed.loss_mask import is_trained, tokens_of
+from megatron.data.loss_mask import is_trained, tokens_of
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.load_tool import exit_code, load_tool
-from tests.tools.chat import tool_records
-from tests.tools.chat.conversations import CONTROL, CONVERSATIONS, FOREIGN
 
 pytestmark = pytest.mark.peers
 HARD = {

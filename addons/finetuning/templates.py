@@ -20,8 +20,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron.data.chat.messages import Message
 from megatron.small_files import parse_json, path_inside, read_text
+
+from .messages import Message
 
 JINJA = (3, 1, 6)  # earlier ones let a template out of the sandbox
 START = "generation_start"

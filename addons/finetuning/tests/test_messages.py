@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.data.chat.messages import UNREAD, conversation_of, tools_of
+from megatron.addons.finetuning.messages import UNREAD, conversation_of, tools_of
 
 GOOD = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.addons.finetuning import packed_dataset
+from megatron.addons.finetuning.packed_dataset import PackedDataset, PackedFile, PackingRule
+from megatron.addons.finetuning.packed_samples import open_files
+from megatron.addons.finetuning.tests.packed_files import Listed, build, write_file, write_pair
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.order_change import data_order_differences
-from megatron.data.packed import packed_dataset
-from megatron.data.packed.build import open_files
-from megatron.data.packed.packed_dataset import PackedDataset, PackedFile, PackingRule
 from megatron.data.sampler import PackedSampler
 from megatron.data.samples import Samples
 from tests import problems
-from tests.core.data.packed.packed_files import Listed, build, write_file, write_pair
 from tests.pairs import PairWriter
 
 MODES = ("pieces", "blocks", "padded")
@@ -302,3 +302,20 @@ def test_a_file_must_belong_to_one_subset(names, message, tmp_path):
         write_file(tmp_path / f"{name}.bin", [ids(1, 9)])
     with pytest.raises(ValueError, match=message):
         open_files([str(tmp_path)])
+
+
+def test_what_a_row_shows_is_what_shows_the_document(tmp_path):
+    """spans_of and samples_showing are each other's inverse."""
+    words = [
+        write_pair(tmp_path / name, [ids(1, n) for n in (7, 3, 9, 12, 5) * 4]) for name in "AB"
+    ]
+    train, _, _ = build(words, sizes=(20, 0, 0), seq=8, rows=1)
+    held = {}
+    for k in range(len(train)):
+        for piece in train.spans_of(k):
+            counts = held.setdefault((piece.prefix, piece.document), {})
+            counts[k] = counts.get(k, 0) + piece.length
+    assert held
+    for prefix in train.prefixes():
+        for document in range(20):
+            assert train.samples_showing(prefix, document) == held.get((prefix, document), {})

@@ -7,9 +7,15 @@ import re
 
 import pytest
 
-from megatron.data.chat.templates import BUILT_IN, ChatTemplate, find_template
+from megatron.addons.finetuning.templates import BUILT_IN, ChatTemplate, find_template
+from megatron.addons.finetuning.tests.conversations import (
+    CONTROL,
+    CONVERSATIONS,
+    EXPECTED,
+    FOREIGN,
+    marked,
+)
 from tests import problems
-from tests.tools.chat.conversations import CONTROL, CONVERSATIONS, EXPECTED, FOREIGN, marked
 
 TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
 SAME = CONVERSATIONS["the same text in every turn"]

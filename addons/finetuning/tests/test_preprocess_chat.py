@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.chat.templates import BUILT_IN
+from megatron.addons.finetuning.conversations import open_conversations
+from megatron.addons.finetuning.templates import BUILT_IN
+from megatron.addons.finetuning.tests.conversations import CONVERSATIONS, EXPECTED
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packed.loss_mask import TRAINED_ZERO, is_trained, tokens_of
+from megatron.data.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.data.tokenizers.build import ByteTokenizer
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_reported
-from tests.tools.chat.conversations import CONVERSATIONS, EXPECTED
 
 PREPROCESS = load_tool("preprocess_data")
 BYTES = ["--tokenizer-type", "ByteTokenizer"]
@@ -196,6 +198,8 @@ def test_a_kind_of_text_is_not_resumed_by_another_command(tmp_path):
     )
     job = PREPROCESS.Job(config.tokenizer, ("text",))
     plain = PREPROCESS._job_identity(config, ByteTokenizer(), job)
-    chat = PREPROCESS.replace(job, chat=PREPROCESS.template_for(ByteTokenizer(), "zephyr", None))
+    chat = PREPROCESS.replace(
+        job, chat=open_conversations(TokenizerConfig(), ByteTokenizer(), "zephyr", None, False)
+    )
     assert plain.keys() == PREPROCESS._job_identity(config, ByteTokenizer(), chat).keys()
     assert plain != PREPROCESS._job_identity(config, ByteTokenizer(), chat)

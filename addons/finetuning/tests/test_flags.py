@@ -3,8 +3,11 @@ cases.txt)."""
 
 from pathlib import Path
 
+import pytest
+
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
+from tests.runs import SMALL, plot, train, with_flags, write_text
 
 PACKED = BASE.replace("--mock-data", "--packed-samples")
 
@@ -30,3 +33,16 @@ def test_folders_are_looked_at_before_the_start(tmp_path: Path):
     assert checked(flags, base=PACKED)[0] == []
     assert checked(f"{flags}/en/a", base=PACKED)[0] == []
     assert codes_of(checked(f"{flags}/en/b", base=PACKED)[0]) == ["data-not-found"]
+
+
+def test_a_dry_run_compares_the_order_of_the_rows_with_the_checkpoints(tmp_path: Path, capsys):
+    save = ["--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--save-interval", "2"]
+    words = ["--train-data-path", write_text(tmp_path / "a", 100), "--packed-samples"]
+    words = [*SMALL, *save, *words, "--train-iters", "4", "--eval-iters", "0"]
+    train(tmp_path / "first", [*words, "--exit-interval", "2"])
+    plot().main([*words, "--dry-run"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leave:
+        plot().main([*with_flags(words, "--min-sample-length", "9"), "--dry-run"])
+    assert leave.value.code == 2
+    assert codes_of(capsys.readouterr().err.splitlines()) == ["data-order-differs"]
