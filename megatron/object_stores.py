@@ -1,6 +1,7 @@
 """Object stores (s3://bucket/path): the door to the add-on that has them, the folder with an
 object_stores.py. Flags, their rules and the names of what is stored are the core's."""
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -18,8 +19,16 @@ def is_installed() -> bool:
 
 
 def part(name: str) -> Any:
-    """A module of the add-on: `run_directories`, `mirror`, `remote_tokens`, `read_ahead` or
-    `store_reads`. Raises ValueError where there is none."""
+    """A module of the add-on: `run_directories`, `mirror`, `remote_tokens`, `read_ahead`,
+    `store_reads`, `stored_source` or `url_names`. Raises ValueError where there is none."""
     for module in addons.modules("object_stores"):
         return importlib.import_module(f"{module.rpartition('.')[0]}.{name}")
     raise ValueError(MISSING)
+
+
+def urls_in_errors(data: Any) -> contextlib.AbstractContextManager[object]:
+    """Errors of what is read below name what is in a store by its URL."""
+    if not data.object_storage_cache_path:
+        return contextlib.nullcontext()
+    naming: contextlib.AbstractContextManager[object] = part("url_names").urls_in_errors(data)
+    return naming

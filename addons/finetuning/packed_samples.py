@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.config.data import DataConfig
@@ -15,6 +15,7 @@ from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_formats import GeneratedSamples, SampleFile, SampleFormat
 from megatron.data.sample_lookup import Dataset
+from megatron.data.sampler import SequentialSampler
 from megatron.data.subsets import shortened
 from megatron.data.tokenizers import metadata as provenance
 
@@ -25,7 +26,28 @@ from .packed_dataset import PackedDataset, PackedFile, PackingRule
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
 
 
-def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+@dataclass(frozen=True)
+class Packed:
+    """--packed-samples: rows of whole samples, of .bin/.idx pairs and files of `formats`, or those
+    that are `generated`."""
+
+    formats: Sequence[SampleFormat] = ()
+    generated: GeneratedSamples | None = None
+
+    def build(self, data: DataConfig, request: DataRequest, rows: list[Row]) -> Splits:
+        """See `build_packed_datasets`."""
+        return build_packed_datasets(self, data, request, rows)
+
+    def plan_rows(self, data: DataConfig, request: DataRequest) -> list[Row]:
+        """The data sets are built, which reads lengths only."""
+        rows: list[Row] = []
+        self.build(data, replace(request, check_tokens=False, identity=None), rows)
+        return rows
+
+
+def build_packed_datasets(
+    source: Packed, data: DataConfig, request: DataRequest, rows: list[Row]
+) -> Splits:
     """The data sets of train, valid and test, None where the flags give a split nothing or 0
     samples are requested. With --multiple-validation-sets valid is a list, one of each directory
     with files (and of each prefix), whose one subset has its name.
@@ -33,8 +55,10 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
     `rows` gets the table of the plan. Raises ValueError or FileNotFoundError with flag or file,
     what is wrong and what to do.
     """
-    generated = request.generated_samples
-    builder = _Builder(request, _packing_rule(data, request), rows)
+    generated = source.generated
+    builder = _Builder(
+        request, _packing_rule(data, request, generated is not None), rows, source.formats
+    )
     blends: Blends = [None] * len(SPLITS) if generated else read_blends(data)
     assert isinstance(blends, list)  # packed samples have a flag of their own for each split
     datasets: list[Dataset | None] = []
@@ -54,20 +78,46 @@ def build_packed_datasets(data: DataConfig, request: DataRequest, rows: list[Row
             ]
         else:
             name = f"--{split}-data-path {' '.join(blend[0])}"
-            subsets, files = open_files(blend[0], request.identity, request.sample_formats)
+            subsets, files = open_files(blend[0], request.identity, source.formats)
             datasets.append(builder.build(split, name, subsets, files, size))
     train, valid, test = datasets
     return train, valid if sets is None else sets, test
 
 
-def _packing_rule(data: DataConfig, request: DataRequest) -> PackingRule:
+def _packing_rule(data: DataConfig, request: DataRequest, generated: bool) -> PackingRule:
     mode: Literal["pieces", "blocks", "padded"] = "pieces"
     if data.pack_into_one:
         mode = "blocks"
     elif data.pad_samples:
         mode = "padded"
-    shortest = 0 if request.generated_samples else data.min_sample_length
+    shortest = 0 if generated else data.min_sample_length
     return PackingRule(request.sequence_length, request.micro_batch_size, mode, shortest)
+
+
+class PackedSampler(SequentialSampler):
+    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of
+    the data set.
+
+    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
+    data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
+    indices[r::size] of an epoch's rows.
+    """
+
+    def __init__(
+        self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
+        super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
+
+    def micro_batch(self, consumed: int) -> list[int]:
+        """The number of the row, alone in a list. Raises ValueError when they are used up or
+        `consumed` ends within one."""
+        if consumed % self.micro_batch_size:
+            raise ValueError(
+                f"--packed-samples: {consumed} consumed samples are not a multiple of "
+                f"--micro-batch-size {self.micro_batch_size}, the samples of a row; resume with "
+                "the batch sizes of the checkpoint [resume-inside-a-row]"
+            )
+        return [super().micro_batch(consumed)[0] // self.micro_batch_size]
 
 
 @dataclass(frozen=True)
@@ -77,6 +127,7 @@ class _Builder:
     request: DataRequest
     rule: PackingRule
     rows: list[Row]
+    formats: Sequence[SampleFormat]
 
     def build(
         self,
@@ -119,7 +170,7 @@ class _Builder:
     def validation(self, name: str, paths: Sequence[str], size: int | None) -> PackedDataset:
         """One of several validation sets; its one subset has its name."""
         request = self.request
-        files = [(name, _open(path, request.identity, request.sample_formats)) for path in paths]
+        files = [(name, _open(path, request.identity, self.formats)) for path in paths]
         folder = f"--valid-data-path {os.path.dirname(paths[0])}"
         return self.build(f"valid-{name}", folder, [name], files, size)
 

@@ -7,7 +7,6 @@ from megatron.config.plan import fit, tables
 from megatron.config.plan.plan import Plan
 from megatron.data.plan_table import plan_table, validation_note
 from megatron.data.request import DataRequest
-from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.tokenizers.build import planned_vocabulary
 from megatron.training import preflight
 from megatron.training.feature import data_source, features_of
@@ -67,8 +66,6 @@ def _data_lines(line: CommandLine, plan: Plan) -> tuple[list[str], list[str]]:
             sequence_length=line.config.model.seq_length,
             micro_batch_size=line.config.training.micro_batch_size,
             global_batch_size=plan.batch.final_global_batch_size,
-            sample_formats=formats_of(line.config),
-            generated_samples=generated_by(line.config),
         )
         rows = data_source(line.config).plan_rows(data, request)
     except (ValueError, OSError) as error:

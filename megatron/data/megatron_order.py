@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron import log
+from megatron import log, object_stores
 from megatron.config.data import DataConfig
 from megatron.data.blend.blended_dataset import BlendedDataset, blend_sizes
 from megatron.data.blend.members import Member, members_of, read_in, weights_of
@@ -25,7 +25,6 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest, number_needed
 from megatron.data.tokenizers import metadata as provenance
-from megatron.data.url_names import urls_in_errors
 from megatron.small_files import path_inside
 
 EitherDataset = GPTDataset | BlendedDataset
@@ -199,7 +198,7 @@ def open_corpus(prefix: str, vocab_size: int | None = None) -> IndexedDataset:
 def check_tokenizer(data: DataConfig, identity: Mapping[str, object]) -> None:
     """Raise ValueError if a pair that the flags name was made by another tokenizer than this (see
     `Tokenizer.identity`)."""
-    with urls_in_errors(data):
+    with object_stores.urls_in_errors(data):
         blends = read_blends(data)
         for blend in blends if isinstance(blends, list) else [blends]:
             for word in blend[0] if blend else ():

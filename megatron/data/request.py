@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.sample_formats import GeneratedSamples, SampleFormat
-
 
 @dataclass(frozen=True)
 class Before:
@@ -25,9 +23,8 @@ class DataRequest:
     `vocab_size` and `eod` are the tokenizer's; mock data are made of them, and with `check_tokens`
     the head of each file is compared with the first. `identity`: the tokenizer's, which data must
     be made by, where the source checks that itself. `before`: where a run in epoch order is
-    resumed. The batch sizes, `sample_formats` and `generated_samples` matter to packed samples
-    alone. Without `indices` the data sets are asked for their `order()` alone. `trains`: whether
-    training samples are among those requested.
+    resumed. The batch sizes matter to packed samples alone. Without `indices` the data sets are
+    asked for their `order()` alone. `trains`: whether training samples are among those requested.
     """
 
     sizes: Sequence[int | None]
@@ -42,8 +39,6 @@ class DataRequest:
     before: Before | None = None
     micro_batch_size: int = 1
     global_batch_size: int = 1
-    sample_formats: Sequence[SampleFormat] = ()
-    generated_samples: GeneratedSamples | None = None
 
     @property
     def checked_vocab_size(self) -> int | None:

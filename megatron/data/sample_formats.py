@@ -3,12 +3,9 @@ the .bin/.idx pairs of the core."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
-
-from megatron.config.tree import Config
 
 
 class SampleFile(Protocol):
@@ -55,22 +52,3 @@ class GeneratedSamples(Protocol):
 
     def open(self, sequence_length: int) -> SampleFile:
         """The samples."""
-
-
-@runtime_checkable
-class HasFormats(Protocol):
-    """A group of flags with formats of its own, as features are."""
-
-    sample_formats: Sequence[SampleFormat]
-
-
-def formats_of(config: Config) -> tuple[SampleFormat, ...]:
-    """Those of all features."""
-    groups = (group for group in vars(config).values() if isinstance(group, HasFormats))
-    return tuple(sample_format for group in groups for sample_format in group.sample_formats)
-
-
-def generated_by(config: Config) -> GeneratedSamples | None:
-    """What --dummy-data names."""
-    make = config.added("dummy_data")
-    return make() if make else None

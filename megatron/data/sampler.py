@@ -75,29 +75,3 @@ class SequentialSampler(Sampler):
     def order(self) -> dict[str, object]:
         """See `Sampler`."""
         return {"dataloader_type": "single"}
-
-
-class PackedSampler(SequentialSampler):
-    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of
-    the data set.
-
-    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
-    data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
-    indices[r::size] of an epoch's rows.
-    """
-
-    def __init__(
-        self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
-    ) -> None:
-        super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
-
-    def micro_batch(self, consumed: int) -> list[int]:
-        """The number of the row, alone in a list. Raises ValueError when they are used up or
-        `consumed` ends within one."""
-        if consumed % self.micro_batch_size:
-            raise ValueError(
-                f"--packed-samples: {consumed} consumed samples are not a multiple of "
-                f"--micro-batch-size {self.micro_batch_size}, the samples of a row; resume with "
-                "the batch sizes of the checkpoint [resume-inside-a-row]"
-            )
-        return [super().micro_batch(consumed)[0] // self.micro_batch_size]

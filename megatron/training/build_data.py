@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron import log
+from megatron import addons, log
 from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -15,9 +15,8 @@ from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.sample_lookup import Dataset
-from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
+from megatron.data.sampler import Sampler, SequentialSampler
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
 from megatron.parallel.context import Axis
@@ -149,8 +148,6 @@ def _request(
         before=before,
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
-        sample_formats=formats_of(config),
-        generated_samples=generated_by(config),
     )
 
 
@@ -188,7 +185,9 @@ def _sampler(
     """Which samples this rank reads, and in what order."""
     share = (micro_batch_size, dp.rank, dp.size)
     if data.packed_samples:
-        return PackedSampler(len(dataset), *share)
+        packed = addons.needed("packed_samples", "--packed-samples")
+        sampler: Sampler = packed.PackedSampler(len(dataset), *share)
+        return sampler
     if cyclic:
         from megatron.data.cyclic_sampler import CyclicSampler
 

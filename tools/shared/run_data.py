@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron import addons, object_stores
 from megatron.checkpoint.skip_log import Position, Skips
 from megatron.config import command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
@@ -20,14 +21,12 @@ from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_formats import formats_of, generated_by
 from megatron.data.sample_lookup import Dataset, TokenSpan
-from megatron.data.sampler import PackedSampler, Sampler, SequentialSampler
-from megatron.data.sources import source_of
+from megatron.data.sampler import Sampler, SequentialSampler
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
-from megatron.data.url_names import urls_in_errors, with_urls
 from megatron.features.registry import RunConfig
 from megatron.small_files import read_json
+from megatron.training.feature import data_source
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,8 @@ class Reading:
         sizes = (len(self.dataset), self.config.training.micro_batch_size)
         ranks = range(self.plan.data_parallel_size)
         if d.packed_samples:
-            return [PackedSampler(*sizes, rank, len(ranks)) for rank in ranks]
+            packed = addons.needed("packed_samples", "--packed-samples")
+            return [packed.PackedSampler(*sizes, rank, len(ranks)) for rank in ranks]
         if d.dataloader_type == "cyclic":
             # torch, which takes longer to load than all the rest
             from megatron.data.cyclic_sampler import CyclicSampler
@@ -61,7 +61,10 @@ class Reading:
 
     def name_of(self, prefix: str) -> str:
         """What a data set of the run is called: one in an object store by its URL."""
-        return with_urls(prefix, self.config.data)
+        if not self.config.data.object_storage_cache_path:
+            return prefix
+        name: str = object_stores.part("url_names").with_urls(prefix, self.config.data)
+        return name
 
     def spans_of(self, sample: int) -> list[TokenSpan]:
         """Where the tokens of a sample are stored; the prefixes are as of `name_of`."""
@@ -155,10 +158,8 @@ def _opened(
         before=before,
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
-        sample_formats=formats_of(config),
-        generated_samples=generated_by(config),
     )
-    dataset, _, _ = source_of(d).build(d, request, [])
+    dataset, _, _ = data_source(config).build(d, request, [])
     assert dataset is not None, "--train-iters is at least 1"
     shift = (
         state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0
@@ -205,7 +206,7 @@ def find_document(reading: Reading, document: int, prefix: str | None) -> dict[s
             "one of them "
             "[value-not-a-choice]"
         )
-    with urls_in_errors(reading.config.data):
+    with object_stores.urls_in_errors(reading.config.data):
         shown = reading.dataset.samples_showing(known[prefix], document)
     return {"document": document, "dataset": prefix, "shown": list(place_samples(reading, shown))}
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.core.data.corpora import build_datasets, data_flags
+from megatron.addons.finetuning.packed_samples import Packed
+from megatron.data.request import DataRequest
+from tests.core.data.corpora import data_flags
 from tests.pairs import PairWriter
 
 
@@ -40,15 +42,14 @@ def write_file(path: Path, samples: list[list[int]]) -> str:
     return write_pair(path.with_suffix(""), samples) + ".bin"
 
 
-def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, more=(), **given):
-    """`more`: of the request."""
+def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, source=None, **given):
+    """`source`: with more than pairs."""
     flags = data_flags(packed_samples=True, train_data_path=words, **given)
-    return build_datasets(
-        flags,
+    request = DataRequest(
         sequence_length=seq,
         micro_batch_size=rows,
         global_batch_size=batch,
         sizes=sizes,
         vocab_size=vocab,
-        **dict(more),
     )
+    return (source or Packed()).build(flags, request, [])

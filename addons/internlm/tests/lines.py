@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.addons.finetuning.packed_samples import Packed
 from megatron.addons.finetuning.tests import packed_files
 from megatron.addons.internlm.feature import InternlmConfig
 
 FORMATS = InternlmConfig.sample_formats
-build = partial(packed_files.build, more={"sample_formats": FORMATS})
+build = partial(packed_files.build, source=Packed(FORMATS))
 
 
 def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.addons.finetuning.packed_dataset import PackedFile, PackingRule
+from megatron.addons.finetuning.packed_samples import Packed
 from megatron.addons.finetuning.tests.packed_files import write_pair
 from megatron.addons.internlm.feature import InternlmConfig
 from megatron.addons.internlm.read_config import read_config
@@ -148,7 +149,7 @@ def test_the_dummy_data_of_the_demos():
     kept = file.order.nbytes + file.ends.nbytes + file.file.lengths.nbytes
     assert kept < 20_000_000, kept
     with problems.raises(ValueError, "token-id-out-of-range", "--dummy-data", "199", "100"):
-        build(None, dummy_data="internlm", vocab=100, more={"generated_samples": GENERATED})
+        build(None, dummy_data="internlm", vocab=100, source=Packed(generated=GENERATED))
 
 
 def test_a_line_of_samples_is_bounded(tmp_path):

@@ -21,7 +21,6 @@ from tests.problems import raises
         ({"data_order": "epoch"}, sources.EpochOrder),
         ({"mock_data": True}, sources.Mock),
         ({"mock_data": True, "data_order": "epoch"}, sources.Mock),
-        ({"packed_samples": True}, sources.Packed),
     ],
 )
 def test_the_flags_choose_the_source(flags, kind):
