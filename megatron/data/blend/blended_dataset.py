@@ -10,11 +10,11 @@ import numpy as np
 
 from megatron import log
 from megatron.config.checks.data_paths import blend_words
+from megatron.data.blend.indices import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.blend.splits import SPLITS, Blend, normalize
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
 from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_cache import IndexCache
-from megatron.data.index_helpers import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import TokenSpan
 from megatron.small_files import parse_json, read_text

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron.data import index_helpers
 from megatron.data.blend.blended_dataset import EpochCounts
+from megatron.data.blend.indices import build_blending_indices
 from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import Blend, normalize
 
@@ -101,5 +102,5 @@ def draws(weights: Sequence[float], size: int) -> list[float]:
     shares of them."""
     if size * len(weights) > COUNTED:
         return [size * weight for weight in normalize(weights)]
-    drawn, _ = index_helpers.build_blending_indices(normalize(weights), size)
+    drawn, _ = build_blending_indices(normalize(weights), size)
     return np.bincount(drawn, minlength=len(weights)).tolist()

@@ -11,11 +11,14 @@ import pytest
 
 import megatron.data
 from megatron.data import index_helpers
-from megatron.data.index_helpers import (
+from megatron.data.blend import indices
+from megatron.data.blend.indices import (
     build_blending_indices,
     build_exhaustive_blending_indices,
-    build_sample_index,
     dataset_index_dtype,
+)
+from megatron.data.index_helpers import (
+    build_sample_index,
     document_index_dtype,
     sample_index_dtype,
 )
@@ -123,7 +126,7 @@ def test_blending_equals_the_plain_loop(cpp):
         )
         weights = weights / weights.sum()
         wanted = blend_by_hand(weights.tolist(), 200)
-        for fill in (cpp.fill_blending, index_helpers.fill_blending):
+        for fill in (cpp.fill_blending, indices.fill_blending):
             ids = np.empty(200, (np.int16, np.int32)[case % 2])
             samples = np.empty(200, np.int64)
             fill(weights, ids, samples)
@@ -137,7 +140,7 @@ def test_exhaustive_blending_uses_every_sample_once(cpp):
         total = int(sizes.sum())
         wanted = blend_by_hand((sizes / total).tolist(), total, sizes)
         assert sorted(wanted) == [(d, s) for d, size in enumerate(sizes) for s in range(size)]
-        for fill in (cpp.fill_exhaustive_blending, index_helpers.fill_exhaustive_blending):
+        for fill in (cpp.fill_exhaustive_blending, indices.fill_exhaustive_blending):
             ids = np.empty(total, np.int16)
             samples = np.empty(total, np.int64)
             fill(sizes, ids, samples)
@@ -176,7 +179,7 @@ def test_ties_fall_the_same_with_fused_multiply_add(cpp):
         weights /= weights.sum()
         found = [(np.empty(400, np.int16), np.empty(400, np.int64)) for _ in range(2)]
         cpp.fill_blending(weights, *found[0])
-        index_helpers.fill_blending(weights, *found[1])
+        indices.fill_blending(weights, *found[1])
         assert found[0][0].tolist() == found[1][0].tolist()
 
 
@@ -189,7 +192,7 @@ def test_sample_index_dtype_grows_only_when_it_must():
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 100, 1024, 1025, 3_000_001])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
 def test_shuffles_are_numpys_and_leave_its_generator_alike(cpp, monkeypatch, size, dtype):
-    monkeypatch.setattr(index_helpers, "_cpp", cpp)
+    monkeypatch.setattr(index_helpers, "CPP", cpp)
     ours = np.random.RandomState(size)
     theirs = np.random.RandomState(size)
     for _ in range(2):
