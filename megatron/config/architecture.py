@@ -2,7 +2,6 @@
 flags."""
 
 import functools
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.arguments import flags_of_group
@@ -56,16 +55,3 @@ def typed_differences(saved: ModelConfig, now: ModelConfig) -> list[Difference]:
     found = differences(saved, now)
     typed = [one for one in found if any(getattr(saved, f) != getattr(now, f) for f in one.fields)]
     return typed or found
-
-
-@dataclass
-class FromCheckpoint:
-    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that
-    are not there."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    lost: set[str] = field(default_factory=set)
-    # those of the values that differ from their defaults
-    changed: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)

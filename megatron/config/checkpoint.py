@@ -2,9 +2,9 @@
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from megatron.arguments import Needs, arg
 from megatron.config.run_directory import slots
@@ -159,3 +159,16 @@ def staged(c: CheckpointConfig) -> CheckpointConfig:
         return os.path.join(c.staging_dir, staged_name(path)) if is_url(path) else path
 
     return replace(c, save=local(c.save), load=local(c.load), snapshot_dir=local(c.snapshot_dir))
+
+
+@dataclass
+class FromCheckpoint:
+    """What --use-checkpoint-args brings. `lost`: flags of files that the checkpoint names and that
+    are not there."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+    # those of the values that differ from their defaults
+    changed: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

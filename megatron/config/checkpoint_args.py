@@ -14,8 +14,7 @@ from megatron.arguments import (
     values_of,
 )
 from megatron.config import architecture, saved_flags
-from megatron.config.architecture import FromCheckpoint
-from megatron.config.checkpoint import is_url
+from megatron.config.checkpoint import FromCheckpoint, is_url
 from megatron.config.checks.load_paths import of_another_suite
 from megatron.config.load_order import newest, newest_with_good_args
 from megatron.config.logging import SHORT

@@ -27,8 +27,7 @@ from megatron.arguments import (
     parse,
     values_of,
 )
-from megatron.config.architecture import FromCheckpoint
-from megatron.config.checkpoint import is_url, staged
+from megatron.config.checkpoint import FromCheckpoint, is_url, staged
 from megatron.config.script import NO_SCRIPT, ExtraArgsProvider, Script
 from megatron.config.tree import Config
 from megatron.problems import error_lines

@@ -4,13 +4,11 @@ The formulas give Megatron's numbers bit for bit. The loop calls `after_iteratio
 iteration, also for iterations that make no update.
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron import log
 from megatron.config.optimizer import ANNEALED, OptimizerConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.training import TrainingConfig
@@ -92,6 +90,11 @@ def _decay_coefficient(style: str, ratio: float) -> float:
         return 2.0 * math.pow(0.5, ratio) - 1.0
     assert style == "minus_sqrt", style
     return 1.0 - math.sqrt(ratio)
+
+
+_ANNEAL = ("lr_wsd_decay_style", "wsd_decay_steps")
+_WSD_S = (*_ANNEAL, "wsd_decay_ends")
+_POWER = (*_ANNEAL, "power_scale", "power_exponent")
 
 
 class OptimizerParamScheduler:
@@ -226,174 +229,6 @@ class OptimizerParamScheduler:
             "wd_incr_style": self.wd_incr_style,
             "wd_incr_steps": self.wd_incr_steps,
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's schedule and resume at its `num_steps`.
-
-        Each value: with --override-opt_param-scheduler this run's stays; else, unless
-        --use-checkpoint-opt_param-scheduler is given, the two must be equal (ValueError listing all
-        that differ), and the checkpoint's is taken. The length of a constant rate or weight decay
-        and the minimum of a constant rate have no effect and may differ. Understands Megatron's old
-        key names. A state without weight-decay keys leaves those.
-        """
-        problem = self.problem(state)
-        if problem:
-            raise ValueError(problem)
-        before = copy.copy(self)  # with the checkpoint's values
-        for name, label, _, saved in _saved(state):
-            setattr(before, name, saved)
-            if self.override:
-                log.detail(f" > overriding {label} value to {getattr(self, name)}")
-            else:
-                log.detail(f" > using checkpoint value {saved} for {label}")
-                setattr(self, name, saved)
-        self.num_steps = 0
-        self.step(_first(state, ("num_iters", "num_steps")))
-        before.num_steps = self.num_steps
-        if not math.isclose(before.get_lr(), self.get_lr(), rel_tol=1e-3):
-            log.print_rank_0(
-                f" learning rate: {self.get_lr():.4g} from here on, {before.get_lr():.4g} by the "
-                "checkpoint's schedule (--override-opt_param-scheduler)"
-            )
-
-    def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Why this schedule cannot resume from the checkpoint's without a flag that chooses
-        between the two; None if it can."""
-        unused = self._unused(state)
-        different = []
-        for name, label, flags, saved in _saved(state):
-            current = getattr(self, name)
-            if current != saved and name not in unused:
-                value = self._with_unit(name, current)
-                saved = self._with_unit(name, saved)
-                different.append(
-                    f"{_SAMPLES.get(name, label)} is {value} ({flags}) and {saved} in the "
-                    "checkpoint"
-                )
-        if not different or self.override or self.use_checkpoint:
-            return None
-        return (
-            f"the schedule differs from the checkpoint's: {'; '.join(different)}. Give "
-            "--override-opt_param-scheduler to keep the command line's values or "
-            "--use-checkpoint-opt_param-scheduler to take the checkpoint's "
-            "[schedule-differs-from-checkpoint]"
-        )
-
-    def _with_unit(self, name: str, value: Any) -> str:
-        """A value as it was typed: samples, or iterations of full batches."""
-        if isinstance(value, list):
-            return ", ".join(self._with_unit(name, number) for number in value)
-        if name not in _SAMPLES:
-            return str(value)
-        if self.per_iteration and value % self.per_iteration == 0:
-            n = self.per_iteration
-            return f"{value // n:.0f} iterations of {n} sample{'s' * (n > 1)}"
-        return f"{value} samples"
-
-    def _unused(self, state: Mapping[str, Any]) -> set[str]:
-        """Attributes that neither of the two schedules uses: the length and the end of what stays
-        constant."""
-        both = {
-            "lr_decay_steps": "lr_decay_style",
-            "min_lr": "lr_decay_style",
-            "wd_incr_steps": "wd_incr_style",
-        }
-        saved = {name: value for name, _, _, value in _saved(state)}
-        return {
-            length
-            for length, style in both.items()
-            if getattr(self, style) == "constant" == saved.get(style)
-        }
-
-
-def _saved(state: Mapping[str, Any]) -> list[tuple[str, str, str, Any]]:
-    """(attribute, Megatron's name, flags, value) of each value that a checkpoint's state has."""
-    return [
-        (*row, _first(state, keys))
-        for *row, keys in _STATE_ROWS
-        if any(key in state for key in keys)
-    ]
-
-
-def _first(state: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value of the first of `keys` (oldest name first) that the checkpoint has."""
-    return next(state[key] for key in keys if key in state)
-
-
-# attribute, name in Megatron's messages, flags, keys in a checkpoint (old names first); the order
-# is that of the lines
-_STATE_ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("max_lr", "learning rate", "--lr", ("start_lr", "max_lr")),
-    ("min_lr", "minimum learning rate", "--min-lr", ("min_lr",)),
-    (
-        "lr_warmup_steps",
-        "warmup iterations",
-        "--lr-warmup-iters, -samples or -fraction",
-        ("warmup_iter", "warmup_steps", "lr_warmup_steps"),
-    ),
-    (
-        "lr_decay_steps",
-        "total number of iterations",
-        "--lr-decay-iters, by default --train-iters",
-        ("end_iter", "decay_steps", "lr_decay_steps"),
-    ),
-    (
-        "lr_decay_style",
-        "learning rate decay style",
-        "--lr-decay-style",
-        ("decay_style", "lr_decay_style"),
-    ),
-    ("start_wd", "start weight decay", "--start-weight-decay or --weight-decay", ("start_wd",)),
-    ("end_wd", "end weight decay", "--end-weight-decay or --weight-decay", ("end_wd",)),
-    (
-        "wd_incr_steps",
-        "total number of weight decay iterations",
-        "--train-iters",
-        ("wd_incr_steps",),
-    ),
-    ("wd_incr_style", "weight decay incr style", "--weight-decay-incr-style", ("wd_incr_style",)),
-    (
-        "lr_wsd_decay_style",
-        "learning rate anneal style",
-        "--lr-wsd-decay-style",
-        ("lr_wsd_decay_style",),
-    ),
-    (
-        "wsd_decay_steps",
-        "number of anneal iterations",
-        "--lr-wsd-decay-iters or -samples",
-        ("wsd_decay_steps",),
-    ),
-    (
-        "wsd_decay_ends",
-        "iterations at which anneals end",
-        "--lr-wsd-decay-end-iters or -samples",
-        ("wsd_decay_ends",),
-    ),
-    (
-        "power_scale",
-        "learning rate of the power law after one sample",
-        "--lr-power-amplitude, --global-batch-size and --seq-length",
-        ("power_scale",),
-    ),
-    (
-        "power_exponent",
-        "exponent of the learning rate",
-        "--lr-power-exponent",
-        ("power_exponent",),
-    ),
-)
-_ANNEAL = ("lr_wsd_decay_style", "wsd_decay_steps")
-_WSD_S = (*_ANNEAL, "wsd_decay_ends")
-_POWER = (*_ANNEAL, "power_scale", "power_exponent")
-# What is counted in samples, whose names in Megatron's messages speak of iterations.
-_SAMPLES = {
-    "lr_warmup_steps": "the warm-up",
-    "lr_decay_steps": "the learning rate decay",
-    "wd_incr_steps": "the weight decay increase",
-    "wsd_decay_steps": "the final decay",
-    "wsd_decay_ends": "the end of each earlier decay",
-}
 
 
 def build_scheduler(

@@ -7,30 +7,22 @@ What cannot be read here is left to that.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 from megatron import host, launcher
-from megatron.arguments import Problems
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
 from megatron.config import command_line
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
-from megatron.config.run_directory import ARGS, STATE, vouched_file
+from megatron.config.run_directory import STATE, vouched_file
 from megatron.config.skip_ranges import may_skip
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
-from megatron.data.url_names import urls_in_errors
 from megatron.training import memory
 from megatron.training.checkpointing import one_history
-
-if TYPE_CHECKING:
-    from megatron.data.dry_run import Shortage
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
@@ -113,82 +105,14 @@ def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
 
 
 def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str]:
-    """Problems of the data: too few samples, or ids of another vocabulary. Raises ValueError and
-    OSError where they cannot be read. Packed data are read when they are built."""
+    """Problems of data that are read here; packed data are when they are built. Raises ValueError
+    and OSError where they cannot be read."""
     d = config.data
-    targets = plan.targets
     if d.mock_data or d.dummy_data or d.packed_samples:
         return []
-    from megatron.data import dry_run
+    from megatron.training.preflight_data import of_data
 
-    validation = None if d.full_validation and targets.valid else targets.valid
-    with urls_in_errors(d):
-        splits = dry_run.read_splits(d, [targets.train, validation, targets.test])
-        short: list[Shortage] = []
-        if d.data_order == "megatron":
-            short = dry_run.shortages(splits, config.model.seq_length)
-    problems = [
-        _shortage(config, plan, shortage) for shortage in short if _runs_out(config, shortage.split)
-    ]
-    try:
-        if tokenizer is not None:
-            from megatron.data import megatron_order
-
-            megatron_order.check_tokenizer(d, tokenizer.identity())
-            with urls_in_errors(d):
-                dry_run.check_ids(splits, tokenizer.vocab_size)
-    except ValueError as error:
-        problems.append(str(error))
-    return problems
-
-
-def _runs_out(config: Config, split: str) -> bool:
-    """Whether a split is read to its end and no further."""
-    if split == "train":
-        return not config.training.skip_train and config.data.dataloader_type != "cyclic"
-    return split == "test" or config.data.dataloader_type != "cyclic"
-
-
-def _shortage(config: Config, plan: Plan, short: Shortage) -> str:
-    """The line about a blend that is too small, with the flags that make it large enough."""
-    t = config.training
-    batch = plan.evaluation_batch.global_batch_size
-    text = (
-        f"{_flag(config, short.split)}: without weights each data set is read at most once, which "
-        f"makes {short.samples} samples of {short.split}, and the run reads {short.needed}; "
-    )
-    if short.split == "train":
-        enough = bisect.bisect_right(
-            range(1, plan.train_iters + 1), short.samples, key=plan.consumed_samples
-        )
-        flag = (
-            f"--train-samples to {short.samples}"
-            if t.train_iters is None
-            else f"--train-iters to {enough}"
-        )
-        text += f"lower {flag}"
-    elif short.split == "test":
-        text += f"lower --eval-iters to {short.samples // batch}"
-    else:
-        times = short.needed // (t.eval_iters * batch)
-        text += (
-            f"lower --eval-iters to {short.samples // (times * batch)} (of {times} "
-            "validations), raise --eval-interval"
-        )
-    return (
-        f"{text}, give weights (1 A 1 B), or --data-order epoch: with these, data are read as "
-        "often as needed [data-exhausted]"
-    )
-
-
-def _flag(config: Config, split: str) -> str:
-    """The flag that names the data of a split."""
-    d = config.data
-    if d.data_path or d.data_args_path:
-        return "--data-path" if d.data_path else f"--data-args-path {d.data_args_path}"
-    if d.per_split_data_args_path:
-        return f"--per-split-data-args-path {d.per_split_data_args_path}"
-    return f"--{split.partition('-')[0]}-data-path"
+    return of_data(config, plan, tokenizer)
 
 
 def _of_resume(line: CommandLine, plan: Plan, tokenizer: Tokenizer | None) -> Iterator[str]:
@@ -200,54 +124,11 @@ def _of_resume(line: CommandLine, plan: Plan, tokenizer: Tokenizer | None) -> It
     folder = None if c.finetune else _folder(line)
     state = _state(folder)
     if folder is not None:
-        yield from _of_checkpoint(line, plan, tokenizer, folder, state)
+        from megatron.training.checkpointing.resume_checks import of_checkpoint
+
+        yield from of_checkpoint(line, plan, tokenizer, folder, state)
     if folder is None or state is not None:
         yield from _of_skips(line, plan, state or RunState(versions={}))
-
-
-def _of_checkpoint(
-    line: CommandLine,
-    plan: Plan,
-    tokenizer: Tokenizer | None,
-    folder: Path,
-    state: RunState | None,
-) -> Iterator[str]:
-    """Flags and counters of the checkpoint that contradict these."""
-    from megatron.config import architecture
-    from megatron.config.checks.declared import effective
-    from megatron.optimizer.scheduler import build_scheduler
-    from megatron.training.checkpointing.resume_checks import architecture_problem, contradictions
-
-    config = line.config
-    c = config.checkpoint
-    saved = _saved_config(folder)
-    if saved is None:
-        return
-    differences = architecture.typed_differences(effective(saved).model, effective(config).model)
-    changing = config.changing_after(state.iteration) if state else set()
-    if wrong := architecture_problem(differences, changing):
-        yield wrong
-    if state is None:
-        return
-    # weights of another suite have none
-    with_optimizer = not c.no_load_optim and bool(state.iteration)
-    identity = {} if tokenizer is None else tokenizer.identity()
-    yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
-    scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
-    if wrong := scheduler.problem(state.scheduler if with_optimizer else {}):
-        yield wrong
-
-
-def _saved_config(folder: Path) -> Config | None:
-    """The flags that a checkpoint was saved with; None where they cannot be read."""
-    from megatron.config import saved_flags
-
-    try:
-        if vouched_file(folder, ARGS) is not None:
-            return saved_flags.read(folder / ARGS).config
-    except Problems:
-        pass
-    return None
 
 
 def _of_skips(line: CommandLine, plan: Plan, state: RunState) -> list[str]:

@@ -17,7 +17,7 @@ from megatron.checkpoint.local_copies import LocalSave
 from megatron.checkpoint.manifest import FileRecord, Manifest
 from megatron.checkpoint.state import RunState
 from megatron.config import checkpoint_args
-from megatron.config.architecture import FromCheckpoint
+from megatron.config.checkpoint import FromCheckpoint
 from megatron.config.run_directory import vouched_file
 from megatron.config.tree import Config
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer

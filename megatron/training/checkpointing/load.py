@@ -21,7 +21,7 @@ from megatron.config.plan.parameters import OUTPUT_LAYER, WORD_EMBEDDING
 from megatron.config.run_directory import (
     ForeignCheckpoint,
 )
-from megatron.optimizer import adam
+from megatron.optimizer import adam, saved_schedule
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
 from megatron.training.checkpointing.hardware import other_hardware
@@ -32,7 +32,7 @@ from megatron.training.checkpointing.save import (
     ranks_text,
 )
 from megatron.training.checkpointing.saved_args import check_architecture, saved_config
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.run import Run
 
 # Megatron's number of the QKV layout by query group, which this suite's weights have
@@ -204,7 +204,7 @@ def restore_counters(
 ) -> None:
     """Restore everything that is not a tensor: of optimizer and schedule, and the progress."""
     if with_optimizer:
-        run.scheduler.load_state_dict(state.scheduler)
+        saved_schedule.load(run.scheduler, state.scheduler)
         run.optimizer.load_counters(state.optimizer)
     else:
         run.optimizer.reload_model_params()

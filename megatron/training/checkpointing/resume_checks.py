@@ -1,13 +1,62 @@
 """What prevents a resume, by flags and counters alone."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from megatron.arguments import Problems
 from megatron.checkpoint.state import RunState
+from megatron.config import architecture, saved_flags
 from megatron.config.architecture import Difference
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.checks.declared import effective
+from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan
+from megatron.config.run_directory import ARGS, vouched_file
 from megatron.config.tree import Config
+from megatron.data.tokenizers.base import Tokenizer
+from megatron.optimizer import saved_schedule
+from megatron.optimizer.scheduler import build_scheduler
+
+
+def of_checkpoint(
+    line: CommandLine,
+    plan: Plan,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    state: RunState | None,
+) -> Iterator[str]:
+    """Flags and counters of a checkpoint on this machine that contradict these, before it is
+    loaded."""
+    config = line.config
+    c = config.checkpoint
+    saved = _saved_config(folder)
+    if saved is None:
+        return
+    differences = architecture.typed_differences(effective(saved).model, effective(config).model)
+    changing = config.changing_after(state.iteration) if state else set()
+    if wrong := architecture_problem(differences, changing):
+        yield wrong
+    if state is None:
+        return
+    # weights of another suite have none
+    with_optimizer = not c.no_load_optim and bool(state.iteration)
+    identity = {} if tokenizer is None else tokenizer.identity()
+    yield from contradictions(config, plan, c, saved, state, identity, with_optimizer)
+    scheduler = build_scheduler(config, plan, SimpleNamespace(param_groups=[]))
+    if wrong := saved_schedule.problem(scheduler, state.scheduler if with_optimizer else {}):
+        yield wrong
+
+
+def _saved_config(folder: Path) -> Config | None:
+    """The flags that a checkpoint was saved with; None where they cannot be read."""
+    try:
+        if vouched_file(folder, ARGS) is not None:
+            return saved_flags.read(folder / ARGS).config
+    except Problems:
+        pass
+    return None
 
 
 def architecture_problem(

@@ -16,7 +16,7 @@ from megatron.training.checkpointing.one_history import (
     others,
     problem,
 )
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.run import Run
 
 

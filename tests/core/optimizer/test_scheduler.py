@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.optimizer.saved_schedule import load
 from megatron.optimizer.scheduler import ScheduleSteps
 from tests import problems
 from tests.core.optimizer.builders import (
@@ -167,9 +168,9 @@ def test_a_resume_knows_the_whole_schedule(flags):
     source.step(30000)
     state = json.loads(json.dumps(source.state_dict()))
     same = build(**flags)
-    same.load_state_dict(state)
+    load(same, state)
     other = build(use_checkpoint_opt_param_scheduler=True)
-    other.load_state_dict(state)
+    load(other, state)
     for n in (30000, 60000, 63999, 64000, 79000, 2555000, 2560000):
         rates = {lr_at(one, n) for one in (source, same, other)}
         assert len(rates) == 1
@@ -189,9 +190,9 @@ def test_a_resume_knows_the_whole_schedule(flags):
 def test_another_anneal_or_power_law_is_refused_on_resume(flags, change, named):
     state = json.loads(json.dumps(build(**flags).state_dict()))
     with problems.raises(ValueError, "schedule-differs-from-checkpoint", named):
-        build(**{**flags, **change}).load_state_dict(state)
+        load(build(**{**flags, **change}), state)
     other = build(**{**flags, **change}, override_opt_param_scheduler=True)
-    other.load_state_dict(state)
+    load(other, state)
     assert other.state_dict() == build(**{**flags, **change}).state_dict()
 
 
@@ -246,7 +247,7 @@ def test_different_values_are_refused_all_at_once():
     state = build(**rising).state_dict()
     other = build(max_lr=2e-4, lr_decay_steps=1280000, wd_incr_steps=4000, **rising)
     with pytest.raises(ValueError) as caught:
-        other.load_state_dict(state)
+        load(other, state)
     for part in (
         "learning rate is 0.0002 (--lr) and 0.00015 in the checkpoint",
         " is 1280000 samples (--lr-decay-iters, by default --train-iters) and 2560000 samples in "
@@ -273,13 +274,13 @@ def test_the_length_of_what_stays_constant_may_change(change, constant):
     source = build(**constant)
     source.step(8000)
     other = build(**change, **constant)
-    other.load_state_dict(source.state_dict())
+    load(other, source.state_dict())
     assert other.optimizer.param_groups == source.optimizer.param_groups
     slope = (
         {"lr_decay_style": "linear"} if constant else {"wd_incr_style": "linear", "end_wd": 0.02}
     )
     with problems.raises(ValueError, "schedule-differs-from-checkpoint"):
-        build(**change, **slope).load_state_dict(build(**slope).state_dict())
+        load(build(**change, **slope), build(**slope).state_dict())
 
 
 def test_override_keeps_this_runs_values(capsys):
@@ -288,7 +289,7 @@ def test_override_keeps_this_runs_values(capsys):
         max_lr=2e-4, end_wd=0.1, wd_incr_style="linear", override_opt_param_scheduler=True
     )
     capsys.readouterr()
-    other.load_state_dict(state)
+    load(other, state)
     jump, *lines = sorted(capsys.readouterr().out.splitlines(), key=lambda line: line[1] == ">")
     assert f"{other.get_lr():.4g} from" in jump and f"{build().max_lr:.4g} by" in jump
     assert len(lines) == 9
@@ -307,8 +308,8 @@ def test_old_key_names_are_understood():
     }
     for old in (state, {**state, "warmup_steps": 25600, "decay_steps": 2560000}):
         scheduler = build()
-        scheduler.load_state_dict({**old, "num_iters": 8000})
+        load(scheduler, {**old, "num_iters": 8000})
         assert scheduler.num_steps == 8000
     scheduler = build(use_checkpoint_opt_param_scheduler=True)
-    scheduler.load_state_dict({**state, "start_lr": 3e-4, "warmup_iter": 100, "num_steps": 50})
+    load(scheduler, {**state, "start_lr": 3e-4, "warmup_iter": 100, "num_steps": 50})
     assert scheduler.optimizer.param_groups[0]["lr"] == 3e-4 * 50 / 100

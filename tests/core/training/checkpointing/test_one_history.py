@@ -20,6 +20,7 @@ from megatron.checkpoint.sharded import TensorSlice
 from megatron.checkpoint.state import RunState
 from megatron.config import run_directory
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.optimizer import saved_schedule
 from megatron.training.checkpointing import load, one_history, start
 from megatron.training.run import Progress
 from tests.core.checkpoint.saves import Unsynced
@@ -50,6 +51,12 @@ def only_the_state(monkeypatch):
     monkeypatch.setattr(load, "_with_optimizer", lambda c, checkpoint: True)
     monkeypatch.setattr(load, "layout_of", lambda runtime: LAYOUT)
     monkeypatch.setattr(load, "other_hardware", lambda *words: None)
+
+
+@pytest.fixture(autouse=True)
+def no_schedule(monkeypatch):
+    """Of the runs that only do with files what a run does; whole runs have processes of their own."""
+    monkeypatch.setattr(saved_schedule, "load", lambda scheduler, state: None)
 
 
 @dataclass
@@ -120,7 +127,7 @@ class Disk:
             fp8=None,
             kernels={},
             plan=None,
-            scheduler=SimpleNamespace(load_state_dict=lambda state: None),
+            scheduler=None,
             optimizer=SimpleNamespace(
                 load_counters=lambda state: None, reload_model_params=lambda: None
             ),
