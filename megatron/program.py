@@ -103,7 +103,7 @@ def pretrain(
     interrupt.exit_at_once()  # until `watch` takes over
     interrupt.check_output()
     gc.disable()  # until the loop starts: it would look through torch's objects again and again
-    from megatron.training.launch.signals import SignalWatch, leave_with
+    from megatron.training.launch.signals import SignalWatch
 
     watch = SignalWatch()
     watch.catch_interrupts()
@@ -112,6 +112,8 @@ def pretrain(
     except (Exception, SystemExit) as error:
         if interrupt.lacks_package(error):
             raise
+        from megatron.training.launch.leaving import leave_with
+
         leave_with(error, watch)
 
 

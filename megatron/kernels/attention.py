@@ -16,7 +16,6 @@ from megatron.kernels.block_attention import (
 )
 from megatron.kernels.cpu import fp32_attention
 from megatron.kernels.cpu.blocking import wide_dtype
-from megatron.kernels.cu_seqlens import run_starts
 from megatron.kernels.implementation import Choice, Implementation, choose
 from megatron.kernels.linear import low_precision_is_native
 from megatron.kernels.sinks import sink_grads, with_sinks
@@ -144,9 +143,12 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
 
 def _bf16(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     spec, ids = call.spec, call.document_ids
-    starts = None if ids is None else run_starts(ids)
-    if ids is not None and starts is None:  # an id occurs again after another one
-        return _chunked(q, k, v, call)
+    starts = None
+    if ids is not None:
+        from megatron.kernels.cu_seqlens import run_starts
+
+        if (starts := run_starts(ids)) is None:  # an id occurs again after another one
+            return _chunked(q, k, v, call)
     if spec.window is not None:
         first = torch.arange(1, len(q) + 1, dtype=torch.int32).sub_(spec.window).clamp_(min=0)
         first = first.repeat(q.shape[1], 1)

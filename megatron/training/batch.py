@@ -17,7 +17,6 @@ from megatron.config.skip_ranges import SkipRanges
 from megatron.data.sample_lookup import LOSS_MASK, NO_LABEL, POSITIONS
 from megatron.data.sampler import Sampler
 from megatron.data.samples import Sample
-from megatron.kernels.cu_seqlens import with_lengths
 from megatron.parallel.context import Axis
 from megatron.parallel.random import DropoutSeeds
 from megatron.training.launch.signals import WorkerSignals
@@ -181,6 +180,8 @@ def make_batch(
     subset_ids = samples.subset_ids
     loss_mask, position_ids, document_ids = masks_of(samples, rules)
     if document_ids is not None and device.type != "cpu":
+        from megatron.kernels.cu_seqlens import with_lengths
+
         ids_on_host = masks_of(on_host, rules)[2]
         assert ids_on_host is not None
         document_ids = with_lengths(document_ids, ids_on_host)

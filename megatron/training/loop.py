@@ -14,7 +14,7 @@ from megatron.training.evaluation import Evaluation
 from megatron.training.feature import Loop, features_of
 from megatron.training.hook import Hook
 from megatron.training.hooks import build_hooks, placed
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.result import Requests
 from megatron.training.run import Run

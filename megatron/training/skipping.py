@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron import log
 from megatron.config.skip_ranges import SkipRanges, may_skip
 from megatron.training.hook import Hook
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
 

@@ -5,7 +5,7 @@ Iterations and their values in, decisions out, the same on every rank.
 """
 
 from megatron.features.spikes.policy import WITHIN, Rollback, SpikePolicy
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.run import Veto
 
 BUDGET = 10  # updates skipped, in WITHIN iterations

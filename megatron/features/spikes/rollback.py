@@ -18,7 +18,7 @@ from megatron.features.spikes.policy import NAME, Rollback
 from megatron.parallel.collectives import gather_objects
 from megatron.training.checkpointing import load, save
 from megatron.training.hook import Hook
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy

@@ -1,13 +1,16 @@
 """Which process a rank is, and why a run ends early."""
 
+import contextlib
 import os
 import socket
+import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from megatron import launcher
 
@@ -28,6 +31,15 @@ class ProcessId:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid or 'unknown'} on {self.host})"
+
+
+class Refusal(ValueError):
+    """Why a run ends, in one line for the user, and with which exit code. To be raised on all
+    ranks."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -84,3 +96,17 @@ def frames_of(frame: FrameType | None) -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames[::-1]
+
+
+def exit_now(code: int, text: str = "") -> NoReturn:
+    """End this process and its workers immediately, with `text` on stderr."""
+    if text:
+        # Ctrl-C also ends the `tee` that stderr may be a pipe to
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+    # where nobody loaded it there are no workers
+    processes = sys.modules.get("multiprocessing.process")
+    for child in getattr(processes, "active_children", list)():
+        child.kill()
+    launcher.remove_log_folder()
+    os._exit(code)

@@ -24,9 +24,9 @@ from megatron.training.launch.network import (
     listen_problem,
     unreachable,
 )
-from megatron.training.launch.process import HUNG, Failure, ProcessId, this_process
+from megatron.training.launch.process import HUNG, Failure, ProcessId, Refusal, this_process
 from megatron.training.launch.rank_monitor import MonitorClient, MonitorServer
-from megatron.training.launch.signals import Refusal, SignalWatch
+from megatron.training.launch.signals import SignalWatch
 
 CONNECT_WITHIN = 50.0  # seconds
 STRANGERS_ANSWER_WITHIN = 5.0

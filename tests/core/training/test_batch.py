@@ -25,7 +25,7 @@ from megatron.training.batch import (
     make_batch,
     training_samples,
 )
-from megatron.training.launch.signals import describe
+from megatron.training.launch.leaving import describe
 from tests.forkrun import ROOT
 
 EOD = 9
@@ -75,13 +75,13 @@ import os, signal, sys
 import numpy as np, torch
 from megatron.data.samples import Sample
 from megatron.training.batch import load_samples
-from megatron.training.launch.signals import _exit
+from megatron.training.launch.process import exit_now
 data = [Sample(np.full(3, i)) for i in range(100)]
 batches = load_samples(data, iter([[i] for i in range(100)]), 2)
 next(batches)
 {
     "ends": lambda: list(batches),
-    "fails": lambda: _exit(3),
+    "fails": lambda: exit_now(3),
     "is asked to end": lambda: os.killpg(os.getpid(), signal.SIGTERM),  # as torchrun does it
     "is killed": lambda: os.kill(os.getpid(), 9),
 }[sys.argv[1]]()

@@ -19,7 +19,7 @@ from megatron.features.spikes.actions import BUDGET, EXIT_CODE, SpikeActions
 from megatron.features.spikes.detector import LEVEL_SHIFT
 from megatron.features.spikes.policy import Rollback
 from megatron.features.spikes.rollback import RollbackBuffer
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.step import train_step
 from tests.campaigns.e2e.programs import fork_program
 from tests.core.training.tiny_run import make_run, micro_batches, samples

@@ -9,7 +9,7 @@ import pytest
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
 from megatron.features.spikes.policy import Rollback, SpikePolicy
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from tests.features.spikes.injected import noisy
 from tests.problems import raises
 

@@ -15,7 +15,7 @@ from megatron.checkpoint import filesystem, reading, safetensors_reader, store
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.config import run_directory
 from megatron.training.checkpointing import save, start
-from megatron.training.launch.signals import Refusal
+from megatron.training.launch.process import Refusal
 from megatron.training.run import Run
 from tests import problems
 from tests.core.training.built_runs import built

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.training.launch import signals, start_watch
+from megatron.training.launch import leaving, signals, start_watch
 from tests.forkrun import ROOT
 
 
@@ -37,7 +37,7 @@ from tests.forkrun import ROOT
     ],
 )
 def test_one_line_for_what_needs_no_traceback(error, named):
-    text = signals.describe(error)
+    text = leaving.describe(error)
     assert text.startswith("error: ") and text.endswith("\n") and text.count("\n") == 1
     assert "more" not in text and "ncclRemoteError" not in text
     for each in named:
@@ -50,14 +50,14 @@ def test_what_nccl_refuses_is_no_lost_connection():
     error = type("DistBackendError", (RuntimeError,), {})(
         "NCCL error\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
     )
-    assert "Duplicate GPU detected" in signals.describe(error)
+    assert "Duplicate GPU detected" in leaving.describe(error)
 
 
 def test_a_fault_of_the_program_keeps_its_traceback():
-    assert signals.describe(AssertionError("x")) == "AssertionError: x\n"
+    assert leaving.describe(AssertionError("x")) == "AssertionError: x\n"
     with pytest.raises(TypeError) as caught:
         len(5)
-    assert signals.describe(caught.value).startswith("Traceback (most recent call last):\n")
+    assert leaving.describe(caught.value).startswith("Traceback (most recent call last):\n")
 
 
 @pytest.fixture
