@@ -69,26 +69,51 @@ class HFImport:
     drop_token_heads: bool = arg(
         False, help="leave out heads for later tokens (multi-token prediction)"
     )
+    extend_vocabulary: Literal["pieces", "mean", "drawn"] | None = arg(
+        None,
+        help="then do what extend-vocabulary does with --new-rows of this value",
+    )
+    tokenizer_model: Path | None = arg(
+        None,
+        parse=Path,
+        metavar="FOLDER",
+        help="with --extend-vocabulary: folder with the tokenizer.json of the model's tokenizer "
+        "and the tokens added to it",
+    )
     unverified: bool = unverified_option()
 
     def run(self) -> Answer:
         """Do it."""
-        from .hf_files import WANTED, new_folder, opened_folder
+        from .hf_files import new_folder, work_folder
+        from .vocabulary import extend_vocabulary
+
+        new_folder(self.target)
+        if not (self.extend_vocabulary and self.tokenizer_model):
+            return self._import(self.target)
+        with work_folder(self.target, "import") as work:
+            imported = work / self.target.name
+            text = self._import(imported)
+            way, folder = self.extend_vocabulary, self.tokenizer_model
+            more = extend_vocabulary(imported, self.target, folder, way=way)
+        return f"{text}\n{more}".replace(str(imported), str(self.target))
+
+    def _import(self, target: Path) -> str:
+        """Make the run directory `target`."""
+        from .hf_files import WANTED, opened_folder
         from .huggingface import hf_import
         from .verification import verified
 
-        new_folder(self.target)
         folder = hub.fetched(str(self.source), WANTED) if hub.is_name(self.source) else self.source
         with opened_folder(folder) as source:
             report = hf_import(
                 source,
-                self.target,
+                target,
                 ignored=self.ignore_config_key,
                 tokenizer=not self.no_tokenizer,
                 max_positions=self.max_position_embeddings,
                 drop_token_heads=self.drop_token_heads,
             )
-            return report if self.unverified else verified(report, self.target, source, self.target)
+            return report if self.unverified else verified(report, target, source, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +244,22 @@ def _needs(*packages: str) -> list[str]:
     return [
         f"GGUF needs {' and '.join(missing)}; pip install {' '.join(missing)} [package-missing]"
     ]
+
+
+def _import_problems(options: HFImport) -> list[str]:
+    """Before torch is loaded."""
+    problems = list(hub.problems(options.source))
+    if (options.extend_vocabulary is None) != (options.tokenizer_model is None):
+        problems.append(
+            "--extend-vocabulary, --tokenizer-model: one needs the other; give both, or none "
+            "[flag-missing]"
+        )
+    if options.extend_vocabulary and options.no_tokenizer:
+        problems.append(
+            "--extend-vocabulary: the longer tokenizer is compared with the model's; omit "
+            "--no-tokenizer [flags-exclude-each-other]"
+        )
+    return problems
 
 
 def _gguf_problems(options: GGUFImport) -> list[str]:
@@ -451,7 +492,7 @@ COMMANDS = {
         "make a run directory of a Hugging Face folder",
         HFImport,
         finish,
-        lambda options: list(hub.problems(options.source)),
+        _import_problems,
     ),
     "hf-export": Command(
         "write a Hugging Face folder of a checkpoint of any layout", HFExport, finish

@@ -3,18 +3,21 @@ feature.py, by which megatron/features/registry.py finds it, and can be deleted 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron.arguments import Extension
 from megatron.config.tree import Config, Demands
 from megatron.data.sample_formats import SampleFormat
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.reading import Checkpoint
+    from megatron.checkpoint.sharded_reader import Reader
     from megatron.config.checks.facts import Facts
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
     from megatron.data.sources import DataSource
+    from megatron.data.tokenizers.base import Tokenizer
     from megatron.training.hook import Hook
     from megatron.training.logging.iteration import ResultWriter
     from megatron.training.logging.training_log import TrainingLog
@@ -57,6 +60,20 @@ class Feature(Extension):
     def missing(self) -> Iterable[str]:
         """One line for each file that its flags name and a run would not find here."""
         return ()
+
+    def tokenizer_problems(self, tokenizer: Tokenizer, line: CommandLine) -> Iterable[str]:
+        """One line for each problem of the run's tokenizer, before torch is loaded. It may set what
+        the tokenizer `extends`."""
+        return ()
+
+    def extends(self, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+        """Does `reader` have what a checkpoint lacks whose tokenizer was another? Both are results
+        of `Tokenizer.identity`."""
+        return False
+
+    def reader(self, reader: Reader, run: Run, checkpoint: Checkpoint) -> Reader:
+        """What reads the tensors of a checkpoint for the run, if not `reader`, which is closed."""
+        return reader
 
     @staticmethod
     def converter_command(load: str) -> str | None:

@@ -23,6 +23,7 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.training import memory
 from megatron.training.checkpointing import one_history
+from megatron.training.feature import features_of
 
 
 def build_tokenizer(config: Config) -> Tokenizer:
@@ -49,6 +50,7 @@ def check(line: CommandLine, begins: bool = True) -> Tokenizer:
     tokenizer = build_tokenizer(line.config)
     plan = make_plan(line.config, line.world_size, tokenizer.vocab_size)
     problems = [
+        *_of_tokenizer(line, tokenizer),
         *(_of_resume(line, plan, tokenizer) if begins else []),
         *([] if line.script.datasets_provider else _of_data(line.config, plan, tokenizer)),
         *([] if line.script.model_provider else _of_memory(line.config, plan)),
@@ -64,12 +66,19 @@ def check_dry(line: CommandLine, plan: Plan, more: Sequence[str] = ()) -> None:
         tokenizer = build_tokenizer(line.config)
     except (ValueError, OSError):
         tokenizer = None
-    problems = list(_of_resume(line, plan, tokenizer))
+    problems = [*_of_tokenizer(line, tokenizer), *_of_resume(line, plan, tokenizer)]
     with contextlib.suppress(ValueError, OSError):  # which the dry run has said already
         if line.script.datasets_provider is None:
             problems += _of_data(line.config, plan, tokenizer)
     if problems or more:
         command_line.refuse(list(dict.fromkeys([*problems, *more])), launcher.info())
+
+
+def _of_tokenizer(line: CommandLine, tokenizer: Tokenizer | None) -> Iterator[str]:
+    """What features say of it."""
+    if tokenizer is not None:
+        for feature in features_of(line.config):
+            yield from feature.tokenizer_problems(tokenizer, line)
 
 
 def resumed_state(line: CommandLine) -> RunState | None:

@@ -1056,9 +1056,23 @@ BUGS = {
     ),
     "padding rows are old tokens": Bug(
         "addons.convert.vocabulary._extended",
-        "native.reader.read(name)[:old_size]",
+        "native.reader.read(name)[: added.first]",
         "native.reader.read(name)",
         "addons/convert/tests/test_vocabulary.py::test_new_rows_are_the_mean_of_what_spells_them",
+        "peers campaign",
+    ),
+    "moments of new tokens begin as weights do": Bug(
+        "addons.convert.longer_reader.LongerReader._rows",
+        "name.split('.', 2)[1] in _STATE",
+        "not name.split('.', 2)[1]",
+        "addons/convert/tests/test_extend_at_load.py::test_old_rows_keep_their_bits[ZeRO-1-tied]",
+        "peers campaign",
+    ),
+    "new rows of a rank begin at its first": Bug(
+        "addons.convert.longer_reader.LongerReader.read_later",
+        "after = start + old - self._added.first",
+        "after = 0",
+        "addons/convert/tests/test_extend_at_load.py::test_old_rows_keep_their_bits[tp2-tied]",
         "peers campaign",
     ),
     "loss weights normalized on each rank": Bug(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.addons.convert.vocabulary import _rows
+from megatron.addons.convert.added_tokens import AddedTokens
+from megatron.addons.convert.vocabulary import new_rows
 from megatron.checkpoint import reading
 from megatron.config.plan.plan import make_plan
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer
@@ -24,6 +25,7 @@ from megatron.training.launch.initialize import Runtime
 from tests.core.training.built_runs import config_of
 from tests.forkrun import run_ranks
 from tests.problems import codes_of, raises
+from tests.runs import same_tensors
 
 OLD = 300  # tokens; the run directory has padding rows behind them
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -151,11 +153,30 @@ def test_new_rows_are_the_mean_of_what_spells_them(tmp_path, convert):
 def test_drawn_rows_have_mean_and_covariance_of_the_old_ones():
     random = torch.Generator().manual_seed(0)
     old = torch.randn(200, 6, generator=random) @ torch.randn(6, 6, generator=random) + 3
-    drawn = _rows(old, 40_200, "drawn", {}, 1)
+    drawn = new_rows(old, AddedTokens(200, 40_200, "drawn", {}), 1).double()
     mean, wide = old.double().mean(0), old.double()
     torch.testing.assert_close(drawn.mean(0), mean, rtol=0, atol=0.1)
     torch.testing.assert_close(drawn.T.cov(), wide.T.cov(), rtol=0.05, atol=0.2)
-    assert torch.equal(_rows(old, 203, "mean", {}, 1), mean.repeat(3, 1))
+    new = new_rows(wide, AddedTokens(200, 203, "mean", {}), 1)
+    assert torch.equal(new, mean.repeat(3, 1))
+
+
+@pytest.mark.peers
+def test_an_import_extends_as_the_command_does(tmp_path, convert):
+    write_model(tmp_path / "hf")
+    add_tokens(tmp_path / "hf", tmp_path / "longer", 7)
+    convert("hf-import", tmp_path / "hf", tmp_path / "run", "--unverified")
+    words = ("--tokenizer-model", tmp_path / "longer")
+    convert("extend-vocabulary", tmp_path / "run", tmp_path / "two", *words)
+    words = (*words, "--extend-vocabulary", "pieces")
+    said = convert("hf-import", tmp_path / "hf", tmp_path / "one", *words)
+    assert "307 tokens" in said and not list(tmp_path.glob(".one*"))
+    tensors = []
+    for folder in ("one", "two"):
+        with reading.load(tmp_path / folder).reader() as reader:
+            tensors.append({name: reader.read(name) for name in reader.names()})
+    same_tensors(*tensors)
+    assert open_trained_model(str(tmp_path / "one"), device="cpu").tokenizer.vocab_size == OLD + 7
 
 
 @pytest.mark.peers

@@ -32,6 +32,7 @@ from megatron.training.checkpointing.save import (
     ranks_text,
 )
 from megatron.training.checkpointing.saved_args import check_architecture, saved_config
+from megatron.training.feature import features_of
 from megatron.training.launch.process import Refusal
 from megatron.training.run import Run
 
@@ -174,6 +175,8 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None
         for wrong in contradictions(config, run.plan, c, saved, state, run.tokenizer, goes_on):
             raise ValueError(wrong)
     with checkpoint.reader() as reader:
+        for feature in features_of(config):
+            reader = feature.reader(reader, run, checkpoint)
         _read_tensors(run, reader, _with_optimizer(c, checkpoint))
 
 

@@ -18,6 +18,7 @@ from megatron.config.tree import Config
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.optimizer import saved_schedule
 from megatron.optimizer.scheduler import build_scheduler
+from megatron.training.feature import features_of
 
 
 def of_checkpoint(
@@ -91,8 +92,10 @@ def contradictions(
     was saved with the flags `saved`. `tokenizer`: the result of `Tokenizer.identity`, empty where
     it is not known; samples consumed must be those that this run's batch sizes give, or batches
     would overlap or leave gaps."""
-    wrong = vocabulary_problem(f"{c.load}", state.data.get("tokenizer") or {}, tokenizer)
-    if wrong and tokenizer:
+    vocabulary = state.data.get("tokenizer") or {}
+    wrong = vocabulary_problem(f"{c.load}", vocabulary, tokenizer)
+    extended = any(one.extends(vocabulary, tokenizer) for one in features_of(config))
+    if wrong and tokenizer and not extended:
         yield wrong
     kind = state.optimizer.get("optimizer")
     before, now = _optimizer(kind, saved), _optimizer(config.optimizer.optimizer, config)
