@@ -1,5 +1,5 @@
 """--eval-tasks: scores of lm-eval tasks during training, computed with the weights that are being
-trained. Data-parallel ranks share the requests."""
+trained and with those that are validated beside them. Data-parallel ranks share the requests."""
 
 from __future__ import annotations
 
@@ -92,6 +92,19 @@ class TaskScores(Hook):
             monitor.begin(RunPhase("tasks", iteration))  # however long they take
         self._run.buffers.gathering.wait()
         with self._run.timers("evaluate"), contextlib.redirect_stderr(io.StringIO()):
-            scores = task_scores(self._model, self._tasks)
+            scores = self._scores()
         self._lines.timers(["evaluate"])
         self._lines.task_scores(iteration, self._run.progress.consumed_train_samples, scores)
+
+    def _scores(self) -> dict[str, float]:
+        """By task and metric; of weights beside the trained ones with their name, too."""
+        scores = task_scores(self._model, self._tasks)
+        for weights, in_the_model in self._run.other_weights.items():
+            with in_the_model() as are_there:
+                if are_there:
+                    others = task_scores(self._model, self._tasks)
+                    scores |= {
+                        f"-{weights}/".join(name.rsplit("/", 1)): score
+                        for name, score in others.items()
+                    }
+        return scores
