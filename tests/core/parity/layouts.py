@@ -254,7 +254,7 @@ EXACT = ("iteration", "lm_loss", "grad_norm", "loss_scale", "consumed_samples")
 
 class Case(NamedTuple):
     """`layout` on `world` ranks against the same `model` in one process; `only` are flags of the
-    layout's run alone."""
+    layout's run alone. `saves`: the last step is saved, and its weights compared."""
 
     model: tuple[str, ...]
     world: int
@@ -262,17 +262,19 @@ class Case(NamedTuple):
     steps: int = 4
     only: tuple[str, ...] = ()
     precision: str = "--fp64"
+    saves: bool = False
 
 
 def muon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
     """A case with Muon. The fifth step still shows a wrong momentum of the first four: what a
     rank does otherwise than one process is in the loss of the next step."""
-    return Case((*model, *MUON), world, layout, steps=5)
+    return Case((*model, *MUON), world, layout, steps=5, saves=True)
 
 
 def normuon(model: tuple[str, ...], world: int, layout: tuple[str, ...]) -> Case:
     """A case with NorMuon and as many steps as its second moments take to count."""
-    return Case((*model, *MUON, "--muon-neuron-beta2", "0.95"), world, layout, steps=20)
+    flags = (*model, *MUON, "--muon-neuron-beta2", "0.95")
+    return Case(flags, world, layout, steps=20, saves=True)
 
 
 CASES = {

@@ -1,6 +1,7 @@
 """The same numbers in every layout: whole runs of pretrain_gpt.main on gloo ranks against one
 process, step by step."""
 
+import importlib
 import json
 import os
 import sys
@@ -121,6 +122,12 @@ class Differences(NamedTuple):
 
 Table = dict[str, Differences]
 
+# of add-ons, in the page and by their mark
+ADDED: dict[str, Case] = {}
+for _file in sorted(ROOT.glob("addons/*/tests/parity_cases.py")):
+    _name = ".".join(_file.relative_to(ROOT).with_suffix("").parts)
+    ADDED |= importlib.import_module(_name).CASES
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
@@ -148,7 +155,7 @@ def table() -> Iterator[Table]:
     """The differences by layout; those of all that CI has make the page."""
     found: Table = {}
     yield found
-    often = CASES | CAMPAIGN | RARE
+    often = CASES | CAMPAIGN | RARE | ADDED
     if found.keys() >= often.keys():
         tables = {False: HEAD, True: EXPERTS}
         for name, case in often.items():
@@ -164,8 +171,8 @@ def has_experts(case: Case) -> bool:
 
 
 def records(case: Case, folder: Path) -> tuple[str, ...]:
-    """Flags that save the last step of models with experts, and of Muon."""
-    if not has_experts(case) and "muon" not in case.model:
+    """Flags that save the last step of models with experts, and where the case says so."""
+    if not has_experts(case) and not case.saves:
         return ()
     return ("--save", str(folder / "save"), "--save-interval", str(case.steps))
 
@@ -219,7 +226,7 @@ def check(
     if has_experts(case):
         found = Differences(losses, norms, *check_experts(case, run, one))
         assert found.router_losses <= limit and found.weights <= norm_limit, found
-    elif "muon" in case.model:
+    elif case.saves:
         assert weight_difference(run, one) <= limit
     print(f"largest relative differences over {case.steps} steps: {found}")
     assert losses <= limit and norms <= norm_limit
@@ -279,9 +286,9 @@ def mark(name: str) -> tuple[pytest.MarkDecorator, ...]:
     return () if name in QUICK else (pytest.mark.campaign,)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in LAYOUTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in LAYOUTS | ADDED])
 def test_a_layout_gives_the_numbers_of_one_process(name, tmp_path, data, reference, table):
-    table[name] = check(LAYOUTS[name], tmp_path, data, reference)
+    table[name] = check((LAYOUTS | ADDED)[name], tmp_path, data, reference)
 
 
 @pytest.mark.campaign
