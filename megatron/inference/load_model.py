@@ -17,6 +17,7 @@ from megatron.config.precision import DTYPES, PrecisionConfig
 from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.tree import Config
 from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
+from megatron.data.tokenizers.metadata import vocabulary_of
 from megatron.device import choose_device, device_notes
 from megatron.inference import script_model
 from megatron.inference.linear import store_matrices_as
@@ -163,12 +164,8 @@ def _check_tokenizer(trained: Mapping | None, now: Tokenizer, directory: str) ->
     """The ids must mean what they meant in training; only the paths of the files may differ."""
     if not trained:
         return
-    identity = now.identity()
-    differ = [
-        key
-        for key in sorted({*trained, *identity} - {"files"})
-        if trained.get(key) != identity.get(key)
-    ]
+    before, after = vocabulary_of(trained), vocabulary_of(now.identity())
+    differ = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     if differ:
         raise ValueError(
             f"{directory} was trained with another tokenizer ({', '.join(differ)} differ); give "

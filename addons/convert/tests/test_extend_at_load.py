@@ -20,6 +20,7 @@ from megatron.config.plan.plan import make_plan
 from megatron.data.tokenizers.bpe import HuggingFaceTokenizer
 from megatron.data.tokenizers.metadata import description
 from megatron.features.registry import RunConfig
+from megatron.inference.load_model import open_trained_model
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.build import build_run, make_tokenizer
@@ -174,6 +175,7 @@ def test_the_next_load_is_an_ordinary_one(place, tmp_path):
     again = words_of(place, "longer", *save, "--load", own, "--save", own)
     resumed = train(tmp_path / "b", again)
     assert resumed.resumes == [6]
+    assert open_trained_model(str(resumed.save), device="cpu").tokenizer.vocab_size == NEW
     assert "--extend-vocabulary drawn:" not in resumed.log
     assert resumed.series(*EXACT) == straight.series(*EXACT)
     same_tensors(resumed.tensors(), straight.tensors())
