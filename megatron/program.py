@@ -316,8 +316,7 @@ def _train(
         if watch:
             gc.freeze()  # what was imported and built stays until the end
             gc.enable()
-        reason = loop.train(run, data, _batch_step(line.script), lines, STARTED)
-    return reason == loop.stage_end(run.progress.iteration)
+        return loop.train(run, data, _batch_step(line.script), lines, STARTED)
 
 
 def _dumped(line: CommandLine, plan: Plan, backend: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Trainer:
         self.data = data
         self.forward_step = forward_step
         self.lines = lines
+        self.stage_ended = False  # and another one goes on
         if run.config.training.exit_signal_handler:
             run.services.signals.remember_requests()
         if run.config.counts_subsets and data.train is not None:
@@ -192,7 +193,8 @@ class Trainer:
         if exit_due:
             return self._exit(f"exiting program at iteration {iteration}")
         if any(hook.ends_stage(iteration) for hook in self.hooks):
-            return self._exit(stage_end(iteration))
+            self.stage_ended = True
+            return self._exit(f"exiting program at iteration {iteration}, the end of a stage")
         return None
 
     def _end(self) -> None:
@@ -204,11 +206,6 @@ class Trainer:
         self.lines.leave()
         self.saving.save()
         return reason
-
-
-def stage_end(iteration: int) -> str:
-    """The reason for which a run exits where another goes on."""
-    return f"exiting program at iteration {iteration}, the end of a stage"
 
 
 def next_multiple(first: int, interval: int) -> int:
@@ -232,9 +229,9 @@ def train(
     forward_step: ForwardStep,
     lines: TrainingLog,
     started: float,
-) -> str | None:
-    """The run after set-up: train, save, evaluate, print the summary; why it exits before its end.
-    `started`: when this process started."""
+) -> bool:
+    """The run after set-up: train, save, evaluate, print the summary. Whether it ended where a
+    next one goes on. `started`: when this process started."""
     trainer = Trainer(run, data, forward_step, lines, started)
     reason: str | None = None
     if run.config.training.skip_train:
@@ -257,4 +254,4 @@ def train(
     trainer.evaluation.close()
     lines.finish(reason, run.progress.iteration, trainer.saving.last_checkpoint())
     lines.close()
-    return reason
+    return trainer.stage_ended
