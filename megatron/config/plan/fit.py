@@ -100,4 +100,4 @@ def remedy(config: Config) -> str:
 
 def gib(size: float) -> str:
     """Bytes as text."""
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
