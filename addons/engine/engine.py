@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from megatron import log, program
+from megatron.arguments import flags_of
 from megatron.checkpoint.safetensors_file import row_major
+from megatron.config.command_line import CommandLine
 from megatron.config.script import Script
 from megatron.config.tree import Config
 from megatron.training import preflight, step
 from megatron.training.checkpointing import save
 from megatron.training.checkpointing.save_services import save_services
+from megatron.training.feature import Feature
 from megatron.training.launch import initialize
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
@@ -25,6 +28,18 @@ from .batches import Batches, LossFunction
 from .offloading import Offloaded, memory_of
 
 Flags = Sequence[str] | Mapping[str, Any]
+
+# what the loop of pretrain_gpt.py alone reads
+_OF_THE_LOOP = frozenset(
+    ("eval_iters", "eval_interval", "start_eval_at_iter", "full_validation", "skip_train")
+    + ("save_interval", "snapshot_interval", "snapshot_dir", "control_file")
+    + ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir")
+    + ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
+    + ("manual_gc", "manual_gc_interval", "manual_gc_eval")
+    + ("train_range_to_skip", "iterations_to_skip")
+    + ("log_interval", "metrics_file", "progress", "log_subsets", "log_accuracy")
+    + ("log_throughput", "timing_log_level", "timing_log_option")
+)
 
 
 def words_of(flags: Flags) -> list[str]:
@@ -64,6 +79,7 @@ class Engine:
                 "data; omit them [engine-flag]"
             )
         log.show_details(not line.config.logging.is_short)
+        _note_loop(line)
         self._stack = ExitStack()
         try:
             tokenizer = preflight.check(line)
@@ -254,6 +270,29 @@ class Engine:
 
         self._gradients = None
         return load_checkpoint(self.run)
+
+
+def _note_loop(line: CommandLine) -> None:
+    """Say which flags have no effect. Raises ValueError for those of features that change the step
+    and have a part in the loop: one without the other keeps an average that nothing updates."""
+    flags = flags_of(type(line.config))
+    halved: list[str] = []
+    unread: list[str] = []
+    for flag in (flags[name] for name in line.typed if name in flags):
+        feature = type(getattr(line.config, flag.group))
+        if issubclass(feature, Feature) and feature.hooks is not Feature.hooks:
+            (unread if feature.built is Feature.built else halved).append(flag.spelling)
+        elif flag.name in _OF_THE_LOOP:
+            unread.append(flag.spelling)
+    if halved:
+        raise ValueError(
+            f"{', '.join(halved)}: not possible with Engine: a part of what it does is in the loop "
+            "of pretrain_gpt.py; omit it [engine-flag]"
+        )
+    if unread:
+        log.print_rank_0(
+            f"note: {', '.join(unread)}: of the loop of pretrain_gpt.py, without effect in Engine"
+        )
 
 
 def _check(config: Config) -> None:

@@ -324,6 +324,18 @@ def test_flags_that_an_engine_cannot_have(flags):
         Engine([*WORDS, *flags.split()])
 
 
+def test_flags_of_the_loop_are_named():
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), Engine([*WORDS, "--exit-duration-in-mins", "5"]):
+        pass
+    lines = [
+        set(text.replace(",", " ").replace(":", " ").split())
+        for text in said.getvalue().splitlines()
+    ]
+    named = {"--eval-interval", "--log-interval", "--exit-duration-in-mins"}
+    assert [words for words in lines if named <= words and "--lr" not in words]
+
+
 def test_flags_by_name():
     from megatron.addons.engine.engine import words_of
 
