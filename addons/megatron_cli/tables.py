@@ -354,7 +354,8 @@ train_data_exact_num_epochs:int=
 return_data_index=False repeated_dataloader=False train_desc_path= train_doc_idx_path=
   train_idx_path= train_sample_idx_path= train_shuffle_idx_path=
   | the order of samples follows from --seed and --data-order; omit the flag
-freeze_all_layers=False freeze_base_model_for_mtp=False | all weights are trained; omit the flag
+freeze_all_layers=False freeze_base_model_for_mtp=False
+  | use --train-only with patterns of the parameters that are trained, such as 'mtp.*'
 blend_sample_in_corpus=False shuffle_sample_in_corpus=False
   | samples of all data sets are mixed by their weights; use --data-path
 train_mode=pretrain | only pretraining is done here; omit the flag
