@@ -40,7 +40,7 @@ class RanksFailed(AssertionError):
 def start_server() -> None:
     """Let the server of the ranks load torch in the background, before the first test asks for
     it."""
-    _context()
+    context()
     forkserver.ensure_running()
 
 
@@ -58,7 +58,7 @@ def _training_modules() -> list[str]:
     ]
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
     modules = [
@@ -200,7 +200,7 @@ def run_ranks(
     caller's environment, and the working directory is the caller's. Raises RanksFailed with the
     first failing rank's traceback; then, and after `seconds`, every rank is killed.
     """
-    context = _context()
+    server = context()
     folder = Path(tempfile.mkdtemp(prefix="forkrun-"))
     outputs = [folder / f"rank_{rank}.txt" for rank in range(world)]
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
@@ -210,9 +210,9 @@ def run_ranks(
     pipes = []
     try:
         for rank in range(world):
-            mine, theirs = context.Pipe()
+            mine, theirs = server.Pipe()
             setting = {**common, "output": str(outputs[rank]), "store": str(folder / "store")}
-            process = context.Process(
+            process = server.Process(
                 target=_rank_main, args=(rank, world, job, setting, theirs), daemon=True
             )
             process.start()

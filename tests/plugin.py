@@ -141,6 +141,14 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> str:
+    """A `python` that need not load torch (tests/warm.py)."""
+    from tests import warm
+
+    return warm.python("torch.distributed.run")
+
+
 @pytest.fixture(autouse=True)
 def tensors_are_repeatable() -> None:
     """A test that draws tensors without a seed draws the same ones in any order of the tests."""

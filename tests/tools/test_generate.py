@@ -308,13 +308,13 @@ def test_generate_of_python_is_that_of_the_tool(run, talk):
 
 
 @pytest.mark.campaign
-def test_the_processes_of_torchrun_share_the_model(run, tmp_path):
+def test_the_processes_of_torchrun_share_the_model(run, warm_python):
     """Two of them print the text that one prints, from a checkpoint of one process."""
     words = [str(TOOL), str(run), "1 2 3", "7", "--json", "--max-new-tokens", "6"]
     words += ["--device", "cpu", "--temperature", "0"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    launch = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     texts = []
-    for command in ([sys.executable], [*launch, "2"]):
+    for command in ([warm_python], [*launch, "2"]):
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         texts.append([each["text"] for each in answers(done.stdout)])

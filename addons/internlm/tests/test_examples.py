@@ -69,14 +69,14 @@ def small(name: str) -> list[str]:
     ]
 
 
-def by_script(name: str, folder: Path) -> tuple[list[dict], str]:
+def by_script(python: str, name: str, folder: Path) -> tuple[list[dict], str]:
     """The demo whose arguments lie in `folder`, run by the example's script: its metrics and its
     log."""
     metrics = folder / "metrics.jsonl"
     run = spawn_program(
         ["sh", str(EXAMPLES / "torchrun.sh"), name, *small(name), "--metrics-file", str(metrics)],
         folder / "log",
-        {"PYTHON": sys.executable, "ARGS": str(folder), "NPROC": str(RANKS[name])},
+        {"PYTHON": python, "ARGS": str(folder), "NPROC": str(RANKS[name])},
         cwd=ROOT,
         program=(),
     )
@@ -98,13 +98,15 @@ def by_forks(name: str, folder: Path, words: list[str]) -> tuple[list[dict], str
         pytest.param("30b", marks=pytest.mark.sweep),  # the 20B demo's layout
     ],
 )
-def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_path):
+def test_a_demo_on_several_ranks_is_the_same_run_as_in_one_process(name, tmp_path, warm_python):
     """In float64 instead of float16, so that the difference says something."""
     lines = (EXAMPLES / f"{name}.args").read_text().splitlines()
     kept = [line for line in lines if not line.startswith(("--fp16", "--initial-loss-scale"))]
     (tmp_path / f"{name}.args").write_text("\n".join([*kept, "--fp64"]))
     words = with_flags(read_words(tmp_path / f"{name}.args"), *small(name))
-    rows, log = by_script(name, tmp_path) if name == "7b" else by_forks(name, tmp_path, words)
+    rows, log = (
+        by_script(warm_python, name, tmp_path) if name == "7b" else by_forks(name, tmp_path, words)
+    )
     one = train(tmp_path / "one", with_flags(words, "--tensor-model-parallel-size", "1"))
     assert len(rows) == len(one.rows) == 20
     worst = max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -10,8 +11,9 @@ from tests.load_tool import exit_code, load_tool
 
 
 @pytest.fixture
-def compare(capfd):
+def compare(capfd, monkeypatch, warm_python):
     """Call the tool with flags of a layout; returns (exit code, stdout, stderr)."""
+    monkeypatch.setattr(sys, "executable", warm_python)
     main = load_tool("compare_layouts").main
 
     def call(*words: object) -> tuple[int, str, str]:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.addons.megatron_api.check_python import check
 from megatron.addons.megatron_api.tests.public_scripts import PUBLIC
+from tests import warm
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, SMALL, train, with_flags, write_text
 
@@ -25,9 +26,12 @@ FLAGS = with_flags(
 WITH_TORCHRUN = "-m torch.distributed.run --nproc-per-node 2".split()
 
 
-def started(script: Path, *words: str, world: int = 1) -> subprocess.CompletedProcess[str]:
+def started(
+    script: Path, *words: str, world: int = 1, python: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    python = python or warm.elsewhere("torch._dynamo", "torch.distributed.run")
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *(WITH_TORCHRUN if world > 1 else []), str(script), *words]
+    command = [python, *(WITH_TORCHRUN if world > 1 else []), str(script), *words]
     return subprocess.run(
         command, capture_output=True, text=True, env=environ, cwd=script.parent, timeout=200
     )
@@ -131,7 +135,7 @@ def test_one_error_has_all_that_a_script_cannot_have(tmp_path):
     script = tmp_path / "script.py"
     more = "import no_such_package\nfrom megatron.core import no_such_name\nimport no_such.part\n"
     script.write_text(PUBLIC["2025"].replace(HEAD, HEAD + more))
-    done = started(script)
+    done = started(script, python=sys.executable)
     assert done.returncode == 1 and done.stdout == ""
     first, *rows = done.stderr.splitlines()
     assert first.startswith(f"error: {script} ") and first.endswith("[names-not-here]")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.forkrun import ROOT
 from tests.runs import NO_DROPOUT, train
 
@@ -43,8 +44,9 @@ class Server:
         words = [str(run), "--port", "0", "--device", "cpu", *flags]
         if key:
             words += ["--api-key", key]
+        python = sys.executable if descriptors else warm.python("fastapi", "uvicorn")
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tools" / "serve.py"), *words],
+            [python, str(ROOT / "tools" / "serve.py"), *words],
             stderr=subprocess.PIPE,
             text=True,
         )

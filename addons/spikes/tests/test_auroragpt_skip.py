@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,11 @@ EXAMPLE = ROOT / "examples" / "auroragpt_skip"
 SMALL = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --train-iters 220".split()
 
 
-def script(name: str, runs: Path, data: Path, *words: str) -> str:
+def script(python: str, name: str, runs: Path, data: Path, *words: str) -> str:
     """What a script of the example printed."""
     environ = {
         **os.environ,
-        "PYTHON": sys.executable,
+        "PYTHON": python,
         "DATA": str(data),
         "RUNS": str(runs),
         "OMP_NUM_THREADS": "1",
@@ -41,16 +40,18 @@ def script(name: str, runs: Path, data: Path, *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
+def data(warm_python, tmp_path_factory) -> Path:
     """The example's corpora."""
     folder = tmp_path_factory.mktemp("auroragpt_skip") / "data"
-    script("prepare.sh", folder.parent, folder)
+    script(warm_python, "prepare.sh", folder.parent, folder)
     return folder
 
 
-def spike_is_found_explained_and_skipped(kind: str, reason: str, data: Path, runs: Path) -> None:
+def spike_is_found_explained_and_skipped(
+    python: str, kind: str, reason: str, data: Path, runs: Path
+) -> None:
     """Every step of spike.sh: it ends by comparing the bytes of the restart and of the rewind."""
-    printed = script("spike.sh", runs, data, kind, *SMALL)
+    printed = script(python, "spike.sh", runs, data, kind, *SMALL)
     (event,) = json.loads((runs / kind / "events.json").read_text())["events"]
     # the bad document is read in iteration 194; precursors before it depend on the processor
     assert (event["peak"], event["end"]) == (194, 195) and 150 < event["start"] <= 193
@@ -70,20 +71,24 @@ def spike_is_found_explained_and_skipped(kind: str, reason: str, data: Path, run
 
 
 @pytest.mark.campaign
-def test_a_bad_document_is_found_explained_and_skipped(data, tmp_path):
-    spike_is_found_explained_and_skipped("language", "tokens per character, where", data, tmp_path)
+def test_a_bad_document_is_found_explained_and_skipped(data, tmp_path, warm_python):
+    reason = "tokens per character, where"
+    spike_is_found_explained_and_skipped(warm_python, "language", reason, data, tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["noise", "repeats"])
-def test_two_other_bad_documents_are_found_explained_and_skipped(kind, data, tmp_path):
-    spike_is_found_explained_and_skipped(kind, "tokens per character, where", data, tmp_path)
+def test_two_other_bad_documents_are_found_explained_and_skipped(kind, data, tmp_path, warm_python):
+    reason = "tokens per character, where"
+    spike_is_found_explained_and_skipped(warm_python, kind, reason, data, tmp_path)
 
 
 @pytest.mark.campaign
-def test_the_posts_two_runs_and_tables(data, tmp_path):
+def test_the_posts_two_runs_and_tables(data, tmp_path, warm_python):
     # the script makes it
-    printed = script("skip_two.sh", tmp_path / "new" / "runs", data, "--num-layers", "1")
+    printed = script(
+        warm_python, "skip_two.sh", tmp_path / "new" / "runs", data, "--num-layers", "1"
+    )
     first, second = re.findall(r"(?:^\| \d.*\n)+", printed, re.M)
     rows = [
         [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.campaign
-def test_the_example(tmp_path):
+def test_the_example(tmp_path, warm_python):
     (tmp_path / "data").mkdir()
     for seed, name in enumerate(("web", "code", "books")):
         write_text(tmp_path / "data" / name, 200, seed)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), "@examples/stages/cpu.args"]
+        [warm_python, str(ROOT / "pretrain_gpt.py"), "@examples/stages/cpu.args"]
         + ["--stages", "examples/stages/three.toml"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,11 +1,11 @@
 """The fenced blocks of a page, run in its order by one shell, in a fresh clone without an activated
 environment, as its reader would.
 
-Four things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
-packages of this interpreter. Numbers of iterations above 10 are divided by 40, an evaluation takes
-one batch, a batch two samples, and nothing is warmed up (SCALE; not on a page that shows what a
-trained model says). /tmp is a folder of the clone, and port 8000 a free one. Servers in the
-background end with the page.
+Five things differ from what a reader types. `make` is a stand-in that makes `.venv` out of the
+packages of this interpreter, and `python` there is that of tests.warm. Large numbers of iterations
+are divided by 40, an evaluation takes one batch, a batch two samples, and nothing is warmed up
+(SCALE; not on a page that shows what a trained model says). /tmp is a folder of the clone, and port
+8000 a free one. Servers in the background end with the page.
 
 A block without a language after a shell or Python block is what that prints: its lines, but for
 their numbers, have to be printed. `text` is a picture or a formula. An HTML comment right before a block says what
@@ -27,8 +27,11 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import warm
 from tests.forkrun import ROOT
 
+# What the programs of several pages load.
+MODULES = ("torch._dynamo", "torch.distributed.run", "transformers.models.llama.modeling_llama")
 REASONS = ("GPU", "network", "cluster", "hours", "placeholder")
 BLOCK = re.compile(r"(?:^<!-- (not run|file): ([^\n]+) -->\n)?^```(\w*)\n(.*?)^```", re.M | re.S)
 # Commands that another test, or CI, runs: what does.
@@ -92,19 +95,21 @@ MARK = "== block {}"
 STAND_INS = {"duckduckgo_search.py": "DDGS = None", "timeout_decorator.py": "timeout = None"}
 # sitecustomize.py of the stand-in's .venv.
 SCALE = """
-import shlex, sys
-SCALED = ("train-iters", "save-interval", "eval-interval", "log-interval")
-def flags(words):
+import os, shlex, sys
+SCALED = {"train-iters": 20, "save-interval": 10, "eval-interval": 10, "log-interval": 10}
+def flags(words, folder=""):
     for word in words:
         if word.startswith("@"):
-            yield from flags(shlex.split(open(word[1:]).read(), comments=True))
+            path = os.path.join(folder, word[1:])
+            text = open(path).read()
+            yield from flags(shlex.split(text, comments=True), os.path.dirname(path))
         else:
             yield word
 argv = getattr(sys, "argv", [""])
 if argv[0].endswith("pretrain_gpt.py") and "--dry-run" not in argv:
     given = list(flags(argv[1:]))
     for flag, value in zip(given, given[1:]):
-        if flag[2:] in SCALED and value.isdigit() and int(value) > 10:
+        if value.isdigit() and int(value) > SCALED.get(flag[2:], int(value)):
             argv += [flag, str(-(-int(value) // 40))]
     argv += "--lr-warmup-iters 0 --micro-batch-size 1 --global-batch-size 2".split()
     argv += [] if "--eval-iters 0" in " ".join(given) else ["--eval-iters", "1"]
@@ -163,6 +168,9 @@ def make_environment(folder: Path, *, scaled: bool = True) -> None:
     (packages / "packages.pth").write_text(f"{folder}\n{sysconfig.get_path('purelib')}\n")
     for name, text in {**STAND_INS, "sitecustomize.py": SCALE * scaled}.items():
         (packages / name).write_text(text)
+    python = folder / ".venv/bin/python"
+    python.unlink()
+    shutil.copy(folder.parent / "python", python)
     torchrun = folder / ".venv/bin/torchrun"
     torchrun.write_text(
         f"#!{folder}/.venv/bin/python\nfrom torch.distributed.run import main\nmain()\n"
@@ -195,6 +203,7 @@ def clone(folder: Path) -> Path:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tree / name)
     venv.create(folder / "bare", with_pip=False, symlinks=True)
+    shutil.copy(warm.elsewhere(*MODULES), folder)
     make = folder / "bare/bin/make"
     make.write_text(MAKE.format(python=sys.executable))
     make.chmod(0o755)

@@ -80,10 +80,11 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.mark.campaign
-def test_it_learns_to_answer(base, tmp_path):
+def test_it_learns_to_answer(base, tmp_path, warm_python):
     flags = "--train-iters 150 --save-interval 150 --lr 5e-3 --micro-batch-size 8".split()
     flags += "--global-batch-size 16 --log-format short".split()
-    done = example(*flags, QUICKSTART_DIR=str(base), CHAT_DIR=str(tmp_path / "out"))
+    places = {"QUICKSTART_DIR": str(base), "CHAT_DIR": str(tmp_path / "out")}
+    done = example(*flags, PYTHON=warm_python, **places)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "[[Hamlet is a tragedy.<|endoftext|>]]" in done.stdout
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,13 @@ def write_data(folder: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_both_models_are_trained_and_drawn(tmp_path):
+def test_both_models_are_trained_and_drawn(tmp_path, warm_python):
     pytest.importorskip("tokenizers")
     pytest.importorskip("matplotlib")
     write_data(tmp_path / "data")
     done = subprocess.run(
         ["sh", str(ROOT / "examples" / "moe" / "run.sh"), *SMALL],
-        env={**os.environ, "PYTHON": sys.executable, "MOE_DIR": str(tmp_path), "NPROC": "2"},
+        env={**os.environ, "PYTHON": warm_python, "MOE_DIR": str(tmp_path), "NPROC": "2"},
         capture_output=True,
         text=True,
     )

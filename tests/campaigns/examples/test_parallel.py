@@ -122,8 +122,8 @@ def assert_same(folder: Path, out: str, straight: Finished) -> None:
 
 
 @pytest.mark.campaign
-def test_one_node(folder, straight):
-    program = start(folder, "one", "one_node.sh", NPROC="4")
+def test_one_node(folder, straight, warm_python):
+    program = start(folder, "one", "one_node.sh", NPROC="4", PYTHON=warm_python)
     finished([program])
     assert " layout        4 ranks = " in program.out
     assert_same(folder, "one", straight)

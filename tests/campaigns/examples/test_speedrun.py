@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,31 @@ def test_a_row(tmp_path):
     assert not row_of(tmp_path / "m", 4.4)[1]
 
 
-@pytest.mark.campaign
-def test_the_cpu_size(tmp_path):
+SHORT = "--train-iters 12 --lr-warmup-iters 2 --eval-interval 12 --eval-iters 2".split()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "low", "target"),
+    [
+        pytest.param([], {}, 4.6, 4.8, id="the CPU size", marks=pytest.mark.sweep),
+        pytest.param(
+            [*SHORT, *"--micro-batch-size 2 --global-batch-size 8".split()],
+            {"TEXT": str(ROOT / "docs"), "TARGET": "7.5"},
+            *(4.6, 7.5),
+            id="a few iterations",
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_it_says_that_the_loss_is_reached(tmp_path, warm_python, words, environ, low, target):
     pytest.importorskip("tokenizers")
     done = subprocess.run(
-        ["sh", str(FOLDER / "run.sh"), "cpu"],
-        env={**os.environ, "PYTHON": sys.executable, "SPEEDRUN_DIR": str(tmp_path)},
+        ["sh", str(FOLDER / "run.sh"), "cpu", *words],
+        env={**os.environ, "PYTHON": warm_python, "SPEEDRUN_DIR": str(tmp_path), **environ},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     cells = done.stdout.splitlines()[-1].split("|")
-    assert 4.6 < float(cells[4].split()[0]) <= 4.8
+    assert low < float(cells[4].split()[0]) <= target
     assert not row_of(tmp_path / "metrics.jsonl", 4.0)[1]
