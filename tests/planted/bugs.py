@@ -244,6 +244,31 @@ def run_here(rank: int, world: int, *tests: str) -> tuple[int, int]:
     return int(pytest.main([*OPTIONS, *tests], plugins=[failures])), failures.number
 
 
+class Selected:
+    """A plugin of pytest that notes the tests that it would run, and the files that skip."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.found += [report.nodeid] * report.skipped
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.found += [item.nodeid for item in session.items]
+
+
+def left_out(rank: int, world: int, *tests: str) -> list[str]:
+    """Those of which CI runs nothing, because of the mark sweep or of their names."""
+    selected = Selected()
+    pytest.main(["--collect-only", *OPTIONS[2:], *tests], plugins=[selected])
+    return [
+        test
+        for test in tests
+        if test.partition("::")[0] not in selected.found
+        and not any(f"{each}[".startswith((f"{test}[", f"{test}::")) for each in selected.found)
+    ]
+
+
 def run(copy: Path, *tests: str, seconds: int = 300) -> subprocess.CompletedProcess:
     """Tests in a copy of the tree, until the first failure."""
     command = [sys.executable, "-m", "pytest", *OPTIONS, *tests]
