@@ -1,11 +1,13 @@
 """Every program of tools/: its help without torch, its version, and a misspelled flag. A new file
 there is tested too."""
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,8 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 # a program of a room that was deleted is not INSTALLED (addons/tests/test_rooms.py)
 INSTALLED = programs()
 ODD = ("9" * 500, "nan", "\x1b[2J", "s3://me:S3CRET@bucket/x")
-# Calls a tool's main() with each command line on stdin; prints [exit code, stdout, stderr] of each,
-# and its commands.
+# Calls a tool's main() with --help and --version, and with the command lines that come on stdin; prints
+# [command line, exit code, stdout, stderr] of each, the tool's commands and what it loaded.
 CALLS = """
 import contextlib, importlib, importlib.util, io, json, sys
 spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
@@ -45,20 +47,26 @@ def call(argv):
     return [code, out.getvalue(), err.getvalue()]
 
 calls = [[*command, flag] for command in [[], *([name] for name in commands)] for flag in ("--help", "--version")]
-found = [[argv, *call(argv)] for argv in calls]
-for argv in json.loads(sys.argv[2]):
-    found.append([argv, *call(argv)])
-print(json.dumps([found, commands, sorted(sys.modules)]))
+while calls:
+    print(json.dumps([[[argv, *call(argv)] for argv in calls], commands, sorted(sys.modules)]), flush=True)
+    calls = json.loads(sys.stdin.readline() or "[]")
 """
 
 
-def called(name: str, *more: list[str]) -> tuple[list, list[str], list[str]]:
-    """([argv, exit code, stdout, stderr] of --help, --version and `more`, commands, modules that
-    were loaded)."""
-    words = [sys.executable, "-c", CALLS, str(ROOT / "tools" / f"{name}.py"), json.dumps(more)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return tuple(json.loads(done.stdout))
+@contextlib.contextmanager
+def called(name: str) -> Iterator[Callable[..., tuple[list, list[str], list[str]]]]:
+    """A function that gives ([argv, exit code, stdout, stderr] of command lines, commands, modules that
+    were loaded), first of --help and --version."""
+    words = [sys.executable, "-c", CALLS, str(ROOT / "tools" / f"{name}.py")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def ask(*more: list[str]) -> tuple[list, list[str], list[str]]:
+            process.stdin.write(f"{json.dumps(more)}\n" if more else "")
+            process.stdin.flush()
+            return tuple(json.loads(process.stdout.readline()))
+
+        yield ask
 
 
 @pytest.mark.parametrize("name", INSTALLED)
@@ -83,8 +91,14 @@ def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_
 def test_each_command_has_help_and_judges_what_follows_it(name):
     """It suggests the flag that was meant; refuses bytes that are no UTF-8 and numbers without bounds, and
     repeats neither signs of a terminal nor credentials."""
-    found, commands, modules = called(name)
-    assert "torch" not in modules
+    with called(name) as ask:
+        found, commands, modules = ask()
+        assert "torch" not in modules
+        judge(found, commands, ask)
+
+
+def judge(found: list, commands: list[str], ask: Callable[..., tuple]) -> None:
+    """What a tool answers to bad words after each of its commands."""
     typos: list[tuple[list[str], str]] = []
     not_utf8: list[list[str]] = []
     odd: list[list[str]] = []
@@ -103,9 +117,9 @@ def test_each_command_has_help_and_judges_what_follows_it(name):
         numbers = re.findall(r"^  (--[\w-]+)(?:, --[\w-]+)* [NX]\b", out, re.MULTILINE)
         odd += [[*command, flag, value] for flag in numbers for value in ODD]
         odd.append([*command, "--no-\x1b[2J"])
-    asked, _, modules = called(name, *(argv for argv, _ in typos), *not_utf8, *odd)
+    asked, _, modules = ask(*(argv for argv, _ in typos), *not_utf8, *odd)
     assert "torch" not in modules
-    answers = iter(asked[len(found) :])
+    answers = iter(asked)
     for typed, meant in typos:
         argv, code, out, err = next(answers)
         assert argv == typed and code == 2 and out == ""

@@ -93,9 +93,16 @@ def rows(file: Path) -> Iterator[tuple[str, Case | None]]:
             yield row, case
 
 
-def cases(file: Path) -> list[Case]:
-    """All cases of a file."""
-    return [case for _, case in rows(file) if case]
+def texts(file: Path) -> list[tuple[Case, list[str]]]:
+    """All cases of a file, and what is written below each."""
+    below: list[list[str]] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith(TEXT):
+            below[-1].append(line.removeprefix(TEXT))
+        else:
+            below.append([])
+    each = zip(rows(file), below, strict=True)
+    return [(case, lines) for (_, case), lines in each if case]
 
 
 def lay_out(folder: Path) -> None:

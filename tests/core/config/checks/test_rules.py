@@ -1,14 +1,12 @@
 """Every rule of a command line: what is refused or noted (cases.txt), all at once, and what is
 accepted."""
 
-from pathlib import Path
-
 import pytest
 
 from megatron.arguments import config_from
 from megatron.config.checks import rules as check
 from megatron.config.tree import Config
-from tests.core.config.checks.cases import BASES, cases, files, lay_out
+from tests.core.config.checks.cases import BASES, files, texts
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 
@@ -18,19 +16,14 @@ def test_the_base_has_no_problem_and_nothing_to_note():
     assert checked("", world_size=64) == ([], [])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """The files that the cases name."""
-    found = tmp_path_factory.mktemp("cases")
-    lay_out(found)
-    return found
-
-
-@pytest.mark.parametrize("case", [each for file in files() for each in cases(file)], ids=str)
-def test_each_case_is_one_line_with_its_code(case, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    [line] = case.lines()
-    assert_problem(line, case.code, *case.named)
+@pytest.mark.parametrize("file", files(), ids=lambda file: "-".join(file.parts[-4:-1]))
+def test_each_case_is_one_line_with_its_code(file):
+    """Of the texts of the file, which are those of the program (tests/house/test_codes.py)."""
+    found = texts(file)
+    assert found
+    for case, lines in found:
+        assert len(lines) == 1, case
+        assert_problem(lines[0], case.code, *case.named)
 
 
 def test_an_empty_command_line_is_told_everything_at_once():
