@@ -46,7 +46,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("extra", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(flags, id=name, marks=[pytest.mark.campaign] * (name in ("cyclic", "shared")))
+        for name, flags in ORDERS.items()
+    ],
+)
 def test_the_ledger_of_a_run_agrees(texts, tmp_path, capsys, extra):
     """Two ranks, three micro-batches: each iteration's hash is the recorded one, from flags as from
     the run directory."""

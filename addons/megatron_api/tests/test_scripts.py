@@ -414,7 +414,10 @@ SCRIPTS = {"2024": OF_2024, "2026": OF_2026, "august 2026": OF_AUGUST_2026}
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 @pytest.mark.parametrize(
     "layout",
-    ["one", "data", *(pytest.param(x, marks=pytest.mark.campaign) for x in ("tensor", "pipeline"))],
+    [
+        "one",
+        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("data", "tensor", "pipeline")),
+    ],
 )
 def test_a_script_of_megatron_trains_as_ours(tmp_path, script, layout):
     world, flags = LAYOUTS[layout]

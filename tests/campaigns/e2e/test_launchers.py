@@ -48,6 +48,7 @@ def spawn(folder: Path, launcher: list[str], iterations: int, *extra: str, envir
     return spawn_program([*launcher, SCRIPT, *words], folder, environ, cwd=folder)
 
 
+@pytest.mark.campaign
 def test_torchrun(folder, two_ranks):
     program = spawn(folder, [*RUN, str(free_port())], 4)
     assert program.end(120) == 0, program.err

@@ -78,7 +78,7 @@ def shapes(world):
 @pytest.mark.parametrize(
     "world",
     [
-        *(2, 4, pytest.param(7, marks=pytest.mark.campaign)),
+        *(2, *(pytest.param(n, marks=pytest.mark.campaign) for n in (4, 7))),
         pytest.param(8, marks=pytest.mark.sweep),
     ],
 )

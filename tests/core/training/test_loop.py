@@ -201,7 +201,11 @@ def test_skip_train(text, tmp_path):
     "flags, sizes",
     [
         (["--rampup-batch-size", "2", "2", "12"], [2, 2, 4, 6, 8, 8]),
-        (["--step-batch-size-schedule", "0:4 0.000000256B:8"], [4, 4, 8, 8, 8, 8, 8, 8]),
+        pytest.param(
+            ["--step-batch-size-schedule", "0:4 0.000000256B:8"],
+            [4, 4, 8, 8, 8, 8, 8, 8],
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_batches_that_grow(text, tmp_path, flags, sizes):
@@ -231,7 +235,7 @@ def test_batches_that_grow(text, tmp_path, flags, sizes):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--rampup-batch-size", "2", "2", "12"],
+        pytest.param(["--rampup-batch-size", "2", "2", "12"], marks=pytest.mark.campaign),
         ["--step-batch-size-schedule", "0:2 0.000000128B:4 0.000000256B:8"],
     ],
 )

@@ -248,12 +248,13 @@ def test_a_dry_run_ends_with_what_is_not_on_this_machine(folder, tmp_path, capsy
 @pytest.mark.parametrize(
     ("data", "other", "differs"),
     [
-        ("--data-path a", "--train-iters 400", True),  # read more often
         ("--data-path 1 a 2 b --data-order epoch", "--data-path 1 a 3 b", True),
         ("--data-path a --data-order epoch", "--train-iters 400", False),
         *(
             pytest.param(*case, marks=pytest.mark.campaign)
             for case in (
+                ("--train-data-path a --packed-samples", "--min-sample-length 9", True),
+                ("--data-path a", "--train-iters 400", True),  # read more often
                 ("--data-path a", "--seed 1235", True),
                 ("--data-path 1 a 2 b", "--data-path 2 a 1 b", True),
                 ("--data-path a b", "--data-path b a", True),

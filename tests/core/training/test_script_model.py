@@ -128,9 +128,11 @@ def test_a_module_of_our_parallel_layers_trains_as_in_a_plain_loop(tmp_path, lay
 @pytest.mark.parametrize(
     "layout",
     [
-        "sharded",
         "sequence",
-        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("one", "tensor", "context")),
+        *(
+            pytest.param(x, marks=pytest.mark.campaign)
+            for x in ("sharded", "one", "tensor", "context")
+        ),
     ],
 )
 def test_a_layer_of_plain_torch_in_our_gpt_trains_as_ours(tmp_path, layout):
@@ -208,7 +210,13 @@ def test_a_wrong_model_is_named(tmp_path, name, flags, world, code):
     assert not (tmp_path / "own" / "m").read_text()
 
 
-@pytest.mark.parametrize("name", ["changed", "other_activation", "hooked"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "changed",
+        *(pytest.param(x, marks=pytest.mark.campaign) for x in ("other_activation", "hooked")),
+    ],
+)
 def test_checkpoints_of_another_model_are_refused(tmp_path, name):
     run(tmp_path / "own", name)
     for read in (

@@ -4,11 +4,11 @@ their numbers against those of eager layers."""
 import functools
 import itertools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 from megatron.kernels import cu_seqlens, dropout, libraries
 from megatron.kernels.cuda import torch_flash
@@ -49,6 +49,21 @@ EXPERTS = (
     *"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64".split(),
     *"--moe-shared-expert-intermediate-size 64 --moe-aux-loss-coeff 0.01".split(),
 )
+
+
+def backend_of(**records: Callable[[torch.fx.GraphModule], None]) -> Callable[..., Any]:
+    """A backend of `aot_autograd` that shows each graph to these and runs it as it is. The packages that
+    it takes need a second to load."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(record, graph, inputs):
+        record(graph)
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(
+        **{name: functools.partial(compiler, record) for name, record in records.items()}
+    )
 
 
 def gradients(*flags: str, device: str = "cpu", backend: str | None = None) -> torch.Tensor:
@@ -94,15 +109,14 @@ def test_fp8_layers_are_two_graphs():
     begins where its memory does, as cuBLAS wants it: none is a part of another tensor."""
     offsets = []
 
-    def record(graph, inputs):
+    def record(graph):
         for node in graph.graph.find_nodes(
             op="call_function", target=torch.ops.aten._scaled_mm.default
         ):
             offsets.extend(scale.meta["val"].storage_offset() for scale in node.args[2:4])
-        return make_boxed_func(graph.forward)
 
     fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --bf16".split()
-    gradients(*fp8, *LAYERS, device="meta", backend=aot_autograd(fw_compiler=record))
+    gradients(*fp8, *LAYERS, device="meta", backend=backend_of(fw_compiler=record))
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert len(offsets) == 2 * 4 * 3 * 2 and not any(offsets)
@@ -124,13 +138,12 @@ def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     graphs: list[str] = []
     added: list[int] = []
 
-    def record(name, graph, inputs):
+    def record(name, graph):
         graphs.append(name)
         nodes = [str(node.args[:1]) for node in graph.graph.nodes if node.op == "call_function"]
         added.append(sum("add_product_" in node for node in nodes))
-        return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(
+    backend = backend_of(
         fw_compiler=functools.partial(record, "forward"),
         bw_compiler=functools.partial(record, "backward"),
     )
@@ -147,6 +160,7 @@ def test_layers_of_a_kind_are_one_graph(kind, monkeypatch):
     assert not counters["graph_break"]
 
 
+@pytest.mark.campaign
 def test_experts_stay_out_of_the_graphs():
     """What precedes the router, the shared expert and what follows are three graphs, the same of
     all layers; the gradients are those of eager layers."""

@@ -35,7 +35,14 @@ def test_a_healthy_run_has_no_spike():
     )
 
 
-@pytest.mark.parametrize(("height", "least"), [(7, 15), (10, 20), (25, 20)])
+@pytest.mark.parametrize(
+    ("height", "least"),
+    [
+        (7, 15),
+        pytest.param(10, 20, marks=pytest.mark.campaign),
+        pytest.param(25, 20, marks=pytest.mark.campaign),
+    ],
+)
 def test_single_spikes_are_found(height, least):
     found = 0
     for seed in range(20):

@@ -180,7 +180,9 @@ def random_job(draw: random.Random, alone: Engine) -> tuple[Job, Job]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(2, 6))]
+)
 def test_random_requests_get_together_what_they_get_alone(monkeypatch, kind, seed):
     """Whatever arrives, stops and leaves in between: prompts of one token, of none (then the end
     of a document) and longer than the cache, stop tokens, stop strings, clients that leave."""
@@ -196,7 +198,9 @@ def test_random_requests_get_together_what_they_get_alone(monkeypatch, kind, see
         assert job.logprobs == pytest.approx(one.logprobs, abs=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 4))]
+)
 def test_requests_that_come_and_go_get_what_they_get_alone(graphs, monkeypatch, seed):  # noqa: F811
     """Some are still read while others, in rows before and behind them, are decoded."""
     draw = random.Random(seed)

@@ -34,7 +34,14 @@ def texts(model, prompts: list[list[int]], rows: int, sampling: Sampling) -> lis
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.8, 3, 20, 1.2)], ids=str)
-@pytest.mark.parametrize("flags", [*MODELS.values(), MOE], ids=[*MODELS, "experts"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        MOE,
+        *(pytest.param(flags, marks=pytest.mark.campaign) for flags in MODELS.values()),
+    ],
+    ids=["experts", *MODELS],
+)
 def test_texts_are_the_same(flags, sampling, graphs, monkeypatch, capsys):  # noqa: F811
     """Prompts of many lengths, more than there are rows, past the first number of positions."""
     draw = random.Random(3)

@@ -51,11 +51,11 @@ def plain(batch, model):
 @pytest.mark.parametrize(
     ("flags", "world"),
     [
-        ((), 1),
         ((*SHARDED, TP, "2", "--sequence-parallel", PP, "2"), 8),
         ((PP, "2", "--num-layers-per-virtual-pipeline-stage", "1", "--swiglu"), 2),
-        (DROPS_INSIDE_DOCUMENTS, 1),
         ((*SHARDED, "--fp8-format", "hybrid", "--fp8-amax-history-len", "100000"), 2),
+        pytest.param((), 1, marks=pytest.mark.campaign),
+        pytest.param(DROPS_INSIDE_DOCUMENTS, 1, marks=pytest.mark.campaign),
         pytest.param(SINKS, 1, marks=pytest.mark.campaign),
         pytest.param((CP_SIZE, "2", *SINKS), 2, marks=pytest.mark.campaign),
     ],
@@ -189,7 +189,11 @@ SEQUENCE = (TP, "2", "--sequence-parallel")
         ("alltoall", full("uniform", 1)),
         ("allgather", (*full("uniform", 3), TP, "2")),
         ("alltoall", (*full("uniform", 4), *SEQUENCE, *SHARED_EXPERT)),
-        ("allgather", (*full("block", 2), "--moe-layer-freq", "2", *SEQUENCE, *CP)),
+        pytest.param(
+            "allgather",
+            (*full("block", 2), "--moe-layer-freq", "2", *SEQUENCE, *CP),
+            marks=pytest.mark.campaign,
+        ),
         ("alltoall", (*full("uniform", 2), TP, "2", "--post-mlp-layernorm", *SHARED_EXPERT, *GATE)),
     ],
 )

@@ -199,9 +199,7 @@ def test_a_wrong_message_with_weights_is_found(text, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            name, marks=[pytest.mark.campaign] if world > 2 or name.startswith("dp 2") else []
-        )
+        pytest.param(name, marks=[pytest.mark.campaign] if world > 1 else [])
         for name, (world, _) in LAYOUTS.items()
     ],
 )

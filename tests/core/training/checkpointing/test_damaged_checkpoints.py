@@ -144,6 +144,7 @@ def straight(tmp_path_factory):
     return data, train(folder, [*BASE, "--data-path", data, "--save", str(folder / "save")], 2)
 
 
+@pytest.mark.campaign
 def test_damage_that_one_rank_sees_sends_all_of_them_back(straight, tmp_path):
     """... and the run is the one that nothing happened to, bit for bit."""
     data, whole = straight
