@@ -99,7 +99,12 @@ def refusal(flag: Flag, value: str, capsys: pytest.CaptureFixture[str]) -> str |
     return None
 
 
-@pytest.mark.parametrize("kind", ODD)
+QUICK = ("not UTF-8", "blanks", "5000 characters", "percent")  # the others are campaigns
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.campaign] * (kind not in QUICK)) for kind in ODD]
+)
 def test_an_odd_text_is_taken_or_refused_by_name(kind, here, capsys):
     taken = []
     for spelling, flag in TEXTS.items():

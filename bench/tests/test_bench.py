@@ -41,6 +41,7 @@ def figures(bench, tmp_path, *words):
     return results
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "name",
     [

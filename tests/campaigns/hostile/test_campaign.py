@@ -19,7 +19,7 @@ from tests.forkrun import ROOT, run_ranks
 
 QUICK = 5  # damaged inputs of each kind
 COUNTS = [
-    pytest.param(QUICK, 0, id="quick"),
+    pytest.param(QUICK, 0, id="quick", marks=pytest.mark.campaign),
     *(pytest.param(3000, part, id=f"3000-{part}", marks=pytest.mark.sweep) for part in range(4)),
 ]
 

@@ -47,7 +47,8 @@ def differences(found: Finished, other: Finished) -> list[float]:
     return [abs(a - b) / b for (a,), (b,) in pairs]
 
 
-@pytest.mark.parametrize("flags", [BF16, pytest.param(FP16, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("flags", [BF16, FP16])
 def test_layouts_agree(flags, data, tmp_path):
     """Two ranks give the same bits sharded and overlapping or not; one process differs by the
     rounding of its sums."""

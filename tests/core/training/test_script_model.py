@@ -161,7 +161,8 @@ def test_our_gpt_as_it_is_changes_nothing(tmp_path, layout):
     assert open_trained_model(tmp_path / "own" / "save").iteration == ITERATIONS
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one", marks=pytest.mark.campaign), "sharded"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", ["one", "sharded"])
 def test_a_killed_run_resumes_bit_for_bit_with_its_dropout(tmp_path, layout):
     world, flags = LAYOUTS[layout]
     flags = [*flags, "--save-interval", "2"]
