@@ -192,7 +192,8 @@ async_strategy=nvrx async_ckpt_use_cpu_shm=False async_ckpt_use_cached_metadata=
   ckpt_convert_update_legacy_dist_opt_format=False dist_ckpt_format=torch_dist
   dist_ckpt_optim_fully_reshardable=False dist_ckpt_save_pre_mcore_014=False
   distrib_optim_fully_reshardable_mem_efficient=False use_dist_ckpt=False
-  use_mp_args_from_checkpoint_args=False strict_fsdp_dtensor_load=True
+  export_kd_teacher_ckpt_format= use_mp_args_from_checkpoint_args=False
+  strict_fsdp_dtensor_load=True
   | checkpoints have one format, which any number of ranks can read
 use_persistent_ckpt_worker=False | the writer process of --async-save runs until the run ends
 dist_ckpt_strictness=assume_ok_unexpected
@@ -308,6 +309,8 @@ lr_decay_tokens:int= | --lr-decay-samples {samples}
 lr_warmup_tokens:int= | --lr-warmup-samples {samples}
 
 [refused]
+export_kd_teacher_model_config=
+  | a checkpoint here knows the model that it is of: --export-kd-teacher-load is enough; omit the flag
 hybrid_context_parallel=False dynamic_context_parallel=False max_seqlen_per_dp_cp_rank:int=
   min_hybrid_context_parallel_size:int= min_dynamic_context_parallel_size:int=
   sequence_packing_scheduler= pad_packed_seq_alignment:int= thd_max_packed_sequences:int=

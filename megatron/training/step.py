@@ -171,7 +171,7 @@ def forward_backward(
         samples, scales = with_scales(run, samples, count, backward_scale, next_samples)
     micro_batches = MicroBatches(
         run,
-        forward_step,
+        run.objective(forward_step),
         samples,
         sums,
         counters,

@@ -483,6 +483,7 @@ def bytes_per_rank(
     are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
     each). Where ranks share gradients, "whole units" are the weights and gradients beside a rank's
     shards, at their peak. Averages of the main weights are among these unless the host has them.
+    "other models" are those that features have beside it, with their activations.
     """
     precision = config.precision
     n = parameters_per_rank(config, plan, stage)
@@ -514,11 +515,13 @@ def bytes_per_rank(
     of_host = {}
     if any(demands.averages_on_host for demands in config.demands):
         of_host, averages = {"averages on the host": averages}, 0
+    others = sum(demands.other_models(plan, stage) for demands in config.demands)
     return {
         "weights": weights * BYTES[precision.params_dtype],
         "gradients": gradients * BYTES[precision.grad_dtype],
         **of_units,
         **of_host,
+        **({"other models": others} if others else {}),
         "main weights": owned * main * low + averages,
         "optimizer moments": owned * moment_bytes(config) - fewer * matrices * main,
         # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps

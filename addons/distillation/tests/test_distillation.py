@@ -1,0 +1,183 @@
+"""Distillation against torch's formula in float64, in layouts that split student and teacher."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.config.plan.plan import make_plan
+from megatron.parallel.context import ParallelContext
+from megatron.parallel.sharding import local_box, sharding_of
+from megatron.timers import Timers
+from megatron.training.batch import MicroBatch
+from megatron.training.build import build_run, make_tokenizer
+from megatron.training.checkpointing.save import save_checkpoint
+from megatron.training.launch.initialize import Runtime
+from megatron.training.run import Run
+from megatron.training.step import train_step
+from pretrain_gpt import forward_step
+from tests.core.training.built_runs import built, config_of
+from tests.forkrun import run_ranks
+from tests.runs import NO_DROPOUT, with_flags
+
+EOD = 210
+FLAGS = (
+    "--fp64 --clip-grad 0 --weight-decay 0 --eod-mask-loss --optimizer sgd --sgd-momentum 0 --lr 1 "
+    "--lr-warmup-iters 0 --lr-decay-style constant --init-method-std 0.2 --seed 1"
+).split()
+OTHER = (
+    "--num-layers 3 --num-attention-heads 2 --swiglu --normalization RMSNorm --seed 2 "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope"
+).split()
+WIDE = [*OTHER, "--hidden-size", "48", "--num-attention-heads", "4"]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0".split()
+SOFT = "--final-logit-softcapping 3".split()
+BOTH = """\
+intermediate_layer_pairs:
+  - - decoder.final_layernorm
+    - decoder.final_layernorm
+  - [decoder.layers.1, decoder.layers.0, mse]
+  - [decoder.layers.1.input_layernorm, decoder.layers.2.pre_mlp_layernorm]
+logit_layers: [output_layer, output_layer]
+skip_lm_loss: false
+kd_loss_scale: 0.7
+logit_kl_temperature: 2
+"""
+PAIRS = {"decoder.final_layernorm": ("decoder.final_layernorm", "cosine")} | {
+    "decoder.layers.1": ("decoder.layers.0", "mse"),
+    "decoder.layers.1.input_layernorm": ("decoder.layers.2.pre_mlp_layernorm", "cosine"),
+}
+
+
+def samples() -> torch.Tensor:
+    """[8, 33] tokens, with ends of documents in some."""
+    rows = torch.randint(0, 200, (8, 33), generator=torch.Generator().manual_seed(0))
+    rows[0, ::3] = EOD
+    rows[5, 1:20] = EOD
+    return rows
+
+
+def teacher_in(folder: Path, *flags: str) -> str:
+    """A checkpoint of a model with its initial values."""
+    run = built(*with_flags(FLAGS, *flags, "--save", str(folder)))
+    save_checkpoint(run)
+    return str(folder)
+
+
+def run_of(rank: int, world: int, flags: list[str]) -> Run:
+    config = config_of(*with_flags(FLAGS, *NO_DROPOUT, *flags))
+    tokenizer = make_tokenizer(config)
+    plan = make_plan(config, world, tokenizer.vocab_size)
+    runtime = Runtime(
+        torch.device("cpu"), ParallelContext(config.parallel, world, rank), world, rank
+    )
+    return build_run(config, plan, runtime, Timers(), tokenizer)
+
+
+def step_of(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, float]:
+    """(parameters after the first step by name with their boxes, metrics, loss)."""
+    run = run_of(rank, world, flags)
+    ctx = run.runtime.ctx
+    parts = samples().split(run.config.training.micro_batch_size)[ctx.dp.rank :: ctx.dp.size]
+    result = train_step(run, forward_step, map(MicroBatch, parts), 1)
+    run.buffers.gathering.wait()
+    parameters = {
+        (sharding_of(p).name, local_box(sharding_of(p), ctx)): p.detach().clone()
+        for p in run.model.parameters()
+    }
+    return parameters, result.metrics, result.loss
+
+
+def hidden(model, names) -> dict[str, torch.Tensor]:
+    seen = {}
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda m, i, out, name=name: seen.__setitem__(name, out))
+    return seen
+
+
+def formula(student: list[str], teacher: list[str], both: bool) -> tuple[dict, dict, float]:
+    """The same by the definition: whole logits, torch's losses."""
+    run = run_of(0, 1, student)
+    model = run.model[0]
+    told = built(*with_flags(FLAGS, *teacher)).model[0]
+    of_student = hidden(model, PAIRS if both else ())
+    of_teacher = hidden(told, [name for name, _ in PAIRS.values()] if both else ())
+    temperature = 2.0 if both else 1.0
+    for p in model.parameters():
+        p.main_grad.zero_()
+    sums = torch.zeros(5, dtype=torch.float64)
+    for rows in samples().split(2):
+        tokens, labels = rows[:, :-1], rows[:, 1:]
+        mask = (tokens != EOD).double()
+        with torch.no_grad():
+            target = told(tokens)
+        logits = model(tokens)
+        lm = (F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * mask).sum()
+        log_probs = [F.log_softmax(x / temperature, -1) for x in (logits, target)]
+        kl = F.kl_div(*log_probs, reduction="none", log_target=True).sum(-1)
+        kd = logits_loss = (kl * mask).sum()
+        inter = torch.zeros(())
+        total = kd
+        if both:
+            losses = []
+            for name, (other, kind) in PAIRS.items():
+                a, b = of_student[name], of_teacher[other]
+                if kind == "mse":
+                    loss = F.mse_loss(a, b, reduction="none").mean(-1)
+                else:
+                    one = torch.ones(a.shape[0] * a.shape[1])
+                    loss = F.cosine_embedding_loss(
+                        a.flatten(0, 1), b.flatten(0, 1), one, reduction="none"
+                    ).view(a.shape[:2])
+                losses.append((loss.t() * mask).sum())
+            inter = sum(losses) / 3
+            kd = logits_loss + inter * (logits_loss / inter).detach()
+            total = lm + 0.7 * kd * (lm / kd).detach()
+        (total / (8 * 32)).backward()
+        sums += torch.stack([x.detach() for x in (lm, logits_loss, inter, total, mask.sum())])
+    lm, logits_loss, inter, total, count = sums.tolist()
+    weights = {
+        sharding_of(p).name: p.detach() - p.main_grad * (8 * 32 / count) for p in model.parameters()
+    }
+    metrics = {"logits distillation loss": logits_loss / count, "total loss": total / count}
+    if both:
+        metrics["intermediate distillation loss"] = inter / count
+    return weights, metrics, lm / count
+
+
+LAYOUTS = {
+    "tp1": (1, "", [], OTHER, True),
+    "wider": (1, "", [], WIDE, False),
+    "soft caps": (1, "", SOFT, [*OTHER, "--final-logit-softcapping", "5"], True),
+    "tp2": (2, "--tensor-model-parallel-size 2", SOFT, WIDE, False),
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel", [], OTHER, True),
+    "tp4 with a rank of padding": (4, "--tensor-model-parallel-size 4", [], WIDE, False),
+    "cp2": (2, "--context-parallel-size 2", [], OTHER, True),
+    "dp2 zero1": (2, "--use-distributed-optimizer", [], OTHER, True),
+    "dp2 zero3": (2, "--data-parallel-sharding-strategy optim_grads_params", [], OTHER, True),
+    "pp2": (2, "--pipeline-model-parallel-size 2", [], WIDE, False),
+    "ep2 teacher": (2, "--expert-model-parallel-size 2", EXPERTS, [*OTHER, *EXPERTS], True),
+    "ep2 student": (2, "--expert-model-parallel-size 2", EXPERTS, OTHER, True),
+}
+DAILY = ("tp1", "tp2", "tp2 sp", "cp2", "pp2")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in DAILY else pytest.mark.campaign) for n in LAYOUTS],
+)
+def test_a_step_by_the_formula(name, tmp_path):
+    world, layout, student, teacher, both = LAYOUTS[name]
+    flags = [*student, "--export-kd-teacher-load", teacher_in(tmp_path / "teacher", *teacher)]
+    if both:
+        (tmp_path / "kd.yaml").write_text(BOTH)
+        flags += ["--export-kd-cfg", str(tmp_path / "kd.yaml")]
+    weights, metrics, lm = formula(student, teacher, both)
+    for got, got_metrics, loss in run_ranks(world, step_of, [*flags, *layout.split()]):
+        assert loss == pytest.approx(lm, rel=1e-12)
+        assert {key: got_metrics[key] for key in metrics} == pytest.approx(metrics, rel=1e-10)
+        for (of, box), value in got.items():
+            expected = weights[of][tuple(slice(*each) for each in box)]
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
