@@ -58,10 +58,11 @@ class DistillationConfig(Feature):
 
     def missing(self) -> Iterator[str]:
         """The teacher and the file."""
-        if self.export_kd_teacher_load is not None:
-            from .teacher import missing
+        if self.export_kd_teacher_load is None:
+            return
+        from .teacher import missing
 
-            yield from missing(self.export_kd_teacher_load)
+        yield from missing(self.export_kd_teacher_load)
         if self.export_kd_cfg is not None and not os.path.isfile(self.export_kd_cfg):
             yield (
                 f"--export-kd-cfg {self.export_kd_cfg}: no such file; give the YAML file of the "
@@ -74,14 +75,17 @@ class DistillationConfig(Feature):
             return Demands()
         from .teacher import memory
 
-        return Demands(other_models=partial(memory, self, config))
+        path = self.export_kd_teacher_load
+        return Demands(other_models=partial(memory, path, self.settings, config))
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
         """The teacher, and what it takes."""
         if self.export_kd_teacher_load is not None:
             from .teacher import described
 
-            yield described(self, line.config, plan)
+            last = len(plan.layers_per_stage) - 1
+            nbytes = self.demands(line.config).other_models(plan, last)
+            yield described(self.export_kd_teacher_load, nbytes, line.config, plan)
 
     def built(self, run: Run) -> None:
         """The teacher beside the model, and another objective. Not in a trace, which is of the

@@ -36,16 +36,15 @@ NAME = "distillation"  # of `progress.features`
 def distill(run: Run, path: str, settings: Settings) -> None:
     """From now on the run learns from the teacher in `path`, which the ranks of the last pipeline
     stage have. Raises ValueError and CheckpointError, on all ranks alike."""
-    failure: ValueError | CheckpointError | None = None
+    problem: ValueError | CheckpointError | None = None
     try:
         if run.pipeline.is_last(len(run.model) - 1):
             teacher = load_teacher(run, path)
             run.objective = Distillation(teacher, settings).objective
     except (ValueError, CheckpointError) as error:
-        failure = error
-    failures = filter(None, gather_objects(failure, run.runtime.ctx.world))
-    for error in failures:
-        raise error
+        problem = error
+    for each in filter(None, gather_objects(problem, run.runtime.ctx.world)):
+        raise each
 
 
 def opened(path: str) -> reading.Checkpoint:
@@ -81,7 +80,7 @@ def load_teacher(run: Run, path: str) -> GPTModel:
             box = local_box(sharding, ctx)
             read_into(parameter, reader, sharding.name, sharding, box, plan.vocab_size)
         reader.wait()
-    log.print_rank_0(f" teacher: {stored.directory}, iteration {stored.iteration}")
+    log.print_rank_0(f" teacher       {stored.directory}")
     return teacher.requires_grad_(False).eval()
 
 

@@ -13,8 +13,8 @@ from megatron.kernels.cross_entropy import capped, loss_dtype
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.context import Axis
 
-# Of logits that are taken at a time, on a CPU and elsewhere.
-BLOCKS = (1 << 18, 1 << 24)
+from .teacher import BLOCKS
+
 # What differences of probabilities are multiplied by while they are stored in 16 bits: the smallest
 # number of fp16 is 6e-8.
 STORED = 4096.0

@@ -35,7 +35,7 @@ class Settings:
 def read(path: str) -> Settings:
     """The settings in a file. Raises ValueError with file, line, key and remedy."""
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError:
         raise ValueError(
             f"--export-kd-cfg {path}: needs the package PyYAML: pip install pyyaml, or omit the "
@@ -47,7 +47,9 @@ def read(path: str) -> Settings:
         table = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"--export-kd-cfg {path}: cannot be read: {reason} [kd-settings]") from None
+        raise ValueError(
+            f"--export-kd-cfg {path}: cannot be read: {reason} [kd-settings]"
+        ) from None
     if table is None:
         return Settings()
     if not isinstance(table, dict):

@@ -4,11 +4,11 @@ what is wrong with it, and its memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
@@ -26,11 +26,10 @@ from megatron.problems import Problems
 
 from .settings import Settings
 
-if TYPE_CHECKING:
-    from .feature import DistillationConfig
-
 FLAG = "--export-kd-teacher-load"
 FINAL_NORM = "decoder.final_layernorm"
+# Of logits that the loss takes at a time, on a CPU and elsewhere.
+BLOCKS = (1 << 18, 1 << 24)
 
 
 class Saved(NamedTuple):
@@ -93,7 +92,10 @@ def as_teacher(config: Config, saved: Config) -> Config:
         precision=replace(config.precision, fp8=None),
         training=replace(config.training, torch_compile=False),
         kernels=replace(
-            config.kernels, transformer_impl="local", cuda_graph_impl="none", enable_cuda_graph=False
+            config.kernels,
+            transformer_impl="local",
+            cuda_graph_impl="none",
+            enable_cuda_graph=False,
         ),
     )
 
@@ -208,21 +210,28 @@ def _no_layer(name: str, whose: str) -> str:
     )
 
 
-def memory(feature: DistillationConfig, config: Config, plan: Plan, stage: int) -> int:
+def memory(
+    path: str, read_settings: Callable[[], Settings], config: Config, plan: Plan, stage: int
+) -> int:
     """Bytes on a rank of a stage of the plan: of its weights, whole on each data-parallel rank, and
     of what is kept of a micro-batch's forward pass, its logits, which become their gradient, and
-    hidden states. Where labels are trained, too, the sum of both gradients."""
-    saved = saved_in(feature.export_kd_teacher_load or "")
+    hidden states. Beside them blocks of logits in wider dtype or, where labels are trained, too,
+    the sum of both gradients."""
+    saved = saved_in(path)
     if saved is None or stage != len(plan.layers_per_stage) - 1:
         return 0
-    settings = Settings()
-    if feature.export_kd_cfg and os.path.isfile(feature.export_kd_cfg):
-        settings = feature.settings()
+    try:
+        settings = read_settings()
+    except ValueError:  # which the check has said
+        settings = Settings()
     teacher = as_teacher(config, saved.config)
     sizes = MicroBatchSizes(teacher, plan)
-    logits = sizes.tokens * sizes.vocab * sizes.itemsize * (2 - settings.skip_lm_loss)
+    elements = sizes.tokens * sizes.vocab
+    logits = elements * sizes.itemsize
+    block = min(elements, max(BLOCKS[not config.training.on_cpu], sizes.vocab))
+    more = max(4 * block * sizes.wide, 0 if settings.skip_lm_loss else logits)
     hidden = len(settings.pairs) * sizes.rows * sizes.hidden * sizes.itemsize
-    return weight_bytes(teacher, plan) + logits + hidden
+    return weight_bytes(teacher, plan) + logits + more + hidden
 
 
 def weight_bytes(teacher: Config, plan: Plan) -> int:
@@ -237,9 +246,8 @@ def weight_bytes(teacher: Config, plan: Plan) -> int:
     return count_parameters(table, axes) * BYTES[teacher.precision.params_dtype]
 
 
-def described(feature: DistillationConfig, config: Config, plan: Plan) -> str:
-    """A line about it, for a dry run."""
-    path = feature.export_kd_teacher_load or ""
+def described(path: str, nbytes: int, config: Config, plan: Plan) -> str:
+    """A line about it, of which a rank has `nbytes`, for a dry run."""
     saved = saved_in(path)
     if saved is None:
         return f"teacher ({FLAG} {path}): not on this machine; the plan is without it"
@@ -247,12 +255,11 @@ def described(feature: DistillationConfig, config: Config, plan: Plan) -> str:
 
     teacher = as_teacher(config, saved.config)
     size = count_parameters(parameter_table(teacher.model, plan.padded_vocab_size, plan.vocab_size))
-    last = len(plan.layers_per_stage) - 1
     own = count_flops(config.model, plan.padded_vocab_size).model
     more = count_flops(teacher.model, plan.padded_vocab_size).forward / own
     return (
         f"teacher ({FLAG} {path}): iteration {saved.state.iteration}, {size:,} parameters; "
-        f"{memory(feature, config, plan, last):,} bytes per rank of the last stage, of them "
+        f"{nbytes:,} bytes per rank of the last stage, of them "
         f"{weight_bytes(teacher, plan):,} of weights; its forward pass is {100 * more:.0f} % of "
         "the model's FLOPs, and TFLOP/s do not count it"
     )

@@ -310,7 +310,7 @@ lr_warmup_tokens:int= | --lr-warmup-samples {samples}
 
 [refused]
 export_kd_teacher_model_config=
-  | a checkpoint here knows the model that it is of: --export-kd-teacher-load is enough; omit the flag
+  | the checkpoint of --export-kd-teacher-load knows what model it is of; omit the flag
 hybrid_context_parallel=False dynamic_context_parallel=False max_seqlen_per_dp_cp_rank:int=
   min_hybrid_context_parallel_size:int= min_dynamic_context_parallel_size:int=
   sequence_packing_scheduler= pad_packed_seq_alignment:int= thd_max_packed_sequences:int=

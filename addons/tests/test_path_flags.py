@@ -51,6 +51,7 @@ WITH = {
         f"{SAVES} --snapshot-interval 1 --non-persistent-ckpt-type local"
     ),
     "--eval-tasks": "--eval-tasks-interval 1",
+    "--export-kd-cfg": "--export-kd-teacher-load t",
     "--trace-ranks": "--trace --dry-run",
     "--trace-output": "--trace --dry-run",
     "--wandb-exp-name": "--wandb-project x",

@@ -1,10 +1,8 @@
 """All groups of the command line in one frozen tree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.arguments import Extension, values_of
 from megatron.config.checkpoint import CheckpointConfig
@@ -17,9 +15,6 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
-
-if TYPE_CHECKING:
-    from megatron.config.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,8 @@ class Demands:
     # averages of the main weights: a rank has as much of them, and a checkpoint
     averages: int = 0
     averages_on_host: bool = False  # and not on the device
-    # bytes of other models, and of what they compute, on a device of a stage at the peak of a step
-    other_models: Callable[[Plan, int], int] = lambda plan, stage: 0
+    # bytes of other models, and of what they compute, on a device, by `Plan` and pipeline stage
+    other_models: Callable[[Any, int], int] = lambda plan, stage: 0
     profile_folder: str | None = None  # where it shows profiles
     # the flags that ask for the largest attention scores of a step
     scores: tuple[str, ...] = ()

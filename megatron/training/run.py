@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from megatron.parallel.pipeline import Pipeline
     from megatron.training.batch import Batch
     from megatron.training.cuda_graph import MicroBatchGraphs
-    from megatron.training.step import ForwardStep
     from megatron.training.step_counter import StepCounter
 
     class Chunks(nn.ModuleList):
@@ -115,8 +114,8 @@ class Run:
     before_update: list[Callable[[int, float, float], Veto | None]] = field(default_factory=list)
     # of a feature: the micro-batch with weights of its tokens in `loss_mask`, in training
     weigh: Callable[[Batch], Batch] = lambda batch: batch
-    # of a feature: what is trained in place of `forward_step`, which evaluations keep
-    objective: Callable[[ForwardStep], ForwardStep] = lambda forward_step: forward_step
+    # of a feature: what is trained in place of forward_step, which evaluations keep
+    objective: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda step: step
     # what is validated beside the weights that are trained, by name: while the context is open the
     # model has these weights; it gives False where there are none yet
     other_weights: dict[str, Callable[[], AbstractContextManager[bool]]] = field(

@@ -37,6 +37,7 @@ LATENT = "tests/core/model/test_mla.py"
 DELTA = "tests/core/model/test_gated_delta.py"
 PATTERNS = "tests/core/model/test_pattern.py"
 FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
+DISTILLED = "addons/distillation/tests/test_distillation.py::test_a_step_by_the_formula"
 LOSS_WEIGHTS = "addons/loss_weights/tests/test_loss_weights.py::test_a_step_by_the_formula"
 FROZEN = (
     "tests/core/training/test_frozen.py"
@@ -1074,6 +1075,48 @@ BUGS = {
         "after = 0",
         "addons/convert/tests/test_extend_at_load.py::test_old_rows_keep_their_bits[tp2-tied]",
         "peers campaign",
+    ),
+    "the teacher is trained with dropout": Bug(
+        "addons.distillation.hook.Distillation._outputs",
+        "LayerInputs(None, batch.document_ids)",
+        "LayerInputs(None, batch.document_ids, batch.dropout_seeds)",
+        f"{DISTILLED}[tp1]",
+    ),
+    "the divergence is the reverse one": Bug(
+        "addons.distillation.loss._Divergence.forward",
+        "(of_teacher - logs[1, rows, None]).exp_()",
+        "(of_student - logs[0, rows, None]).exp_()",
+        f"{DISTILLED}[tp1]",
+    ),
+    "the divergence's gradient has the temperature twice": Bug(
+        "addons.distillation.loss._Divergence.forward",
+        "1.0 / (temperature * STORED)",
+        "1.0 / (temperature * temperature * STORED)",
+        f"{DISTILLED}[tp1]",
+    ),
+    "tokens that do not count are distilled": Bug(
+        "addons.distillation.hook._sum",
+        "losses.sum() if mask is None else (losses * mask).sum()",
+        "losses.sum()",
+        f"{DISTILLED}[tp1]",
+    ),
+    "a rank's columns are the vocabulary of the divergence": Bug(
+        "addons.distillation.loss._Divergence.forward",
+        "all_reduce(torch.cat((shares, (shares[1] * gap).unsqueeze(0))), tp)",
+        "torch.cat((shares, (shares[1] * gap).unsqueeze(0)))",
+        f"{DISTILLED}[tp2]",
+    ),
+    "hidden states of a rank's tokens have the mask of the first": Bug(
+        "addons.distillation.hook.Distillation._hidden_loss",
+        "my_slice(mask, ctx.tp, 1)",
+        "mask.chunk(ctx.tp.size, 1)[0]",
+        f"{DISTILLED}[tp2 sp]",
+    ),
+    "losses are scaled on each context-parallel rank": Bug(
+        "addons.distillation.hook.Distillation._as_large",
+        "all_reduce(values, self._teacher.ctx.cp)",
+        "values",
+        f"{DISTILLED}[cp2]",
     ),
     "loss weights normalized on each rank": Bug(
         "addons.loss_weights.hook.weigh_by_source",

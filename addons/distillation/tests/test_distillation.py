@@ -6,9 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.addons.distillation.loss import divergence
+from megatron.addons.distillation.settings import read
+from megatron.checkpoint import reading
+from megatron.config.plan import fit
 from megatron.config.plan.plan import make_plan
-from megatron.parallel.context import ParallelContext
-from megatron.parallel.sharding import local_box, sharding_of
+from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.sharding import sharding_of
 from megatron.timers import Timers
 from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run, make_tokenizer
@@ -19,7 +23,9 @@ from megatron.training.step import train_step
 from pretrain_gpt import forward_step
 from tests.core.training.built_runs import built, config_of
 from tests.forkrun import run_ranks
-from tests.runs import NO_DROPOUT, with_flags
+from tests.live_memory import LiveMemory
+from tests.problems import raises
+from tests.runs import EXACT, NO_DROPOUT, SMALL, same_tensors, train, with_flags
 
 EOD = 210
 FLAGS = (
@@ -75,18 +81,15 @@ def run_of(rank: int, world: int, flags: list[str]) -> Run:
     return build_run(config, plan, runtime, Timers(), tokenizer)
 
 
-def step_of(rank: int, world: int, flags: list[str]) -> tuple[dict, dict, float]:
-    """(parameters after the first step by name with their boxes, metrics, loss)."""
+def step_of(rank: int, world: int, flags: list[str]) -> tuple[dict, float]:
+    """(metrics, loss) of the first step, after which it is saved."""
     run = run_of(rank, world, flags)
     ctx = run.runtime.ctx
     parts = samples().split(run.config.training.micro_batch_size)[ctx.dp.rank :: ctx.dp.size]
     result = train_step(run, forward_step, map(MicroBatch, parts), 1)
-    run.buffers.gathering.wait()
-    parameters = {
-        (sharding_of(p).name, local_box(sharding_of(p), ctx)): p.detach().clone()
-        for p in run.model.parameters()
-    }
-    return parameters, result.metrics, result.loss
+    run.progress.iteration = 1
+    save_checkpoint(run)
+    return result.metrics, result.loss
 
 
 def hidden(model, names) -> dict[str, torch.Tensor]:
@@ -175,9 +178,116 @@ def test_a_step_by_the_formula(name, tmp_path):
         (tmp_path / "kd.yaml").write_text(BOTH)
         flags += ["--export-kd-cfg", str(tmp_path / "kd.yaml")]
     weights, metrics, lm = formula(student, teacher, both)
-    for got, got_metrics, loss in run_ranks(world, step_of, [*flags, *layout.split()]):
+    flags += [*layout.split(), "--save", str(tmp_path / "save")]
+    for got, loss in run_ranks(world, step_of, flags):
         assert loss == pytest.approx(lm, rel=1e-12)
-        assert {key: got_metrics[key] for key in metrics} == pytest.approx(metrics, rel=1e-10)
-        for (of, box), value in got.items():
-            expected = weights[of][tuple(slice(*each) for each in box)]
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
+        assert {key: got[key] for key in metrics} == pytest.approx(metrics, rel=1e-10)
+    with reading.load(tmp_path / "save").reader() as reader:
+        assert set(weights) <= set(reader.names())
+        for of, expected in weights.items():
+            saved = reader.read(of)[: len(expected)]  # of a vocabulary with another padding
+            torch.testing.assert_close(saved, expected[: len(saved)], rtol=0, atol=1e-10)
+
+
+def test_a_teacher_with_the_weights_of_the_student_teaches_nothing(tmp_path):
+    teacher = teacher_in(tmp_path / "teacher", *NO_DROPOUT)
+    flags = ["--clip-grad", "1", "--export-kd-teacher-load", teacher, "--save", str(tmp_path / "s")]
+    run = run_of(0, 1, flags)
+    result = train_step(run, forward_step, map(MicroBatch, samples().split(2)), 1)
+    assert result.grad_norm == result.metrics["total loss"] == 0.0
+    assert result.loss > 4  # that of the labels, which is logged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gradient_of_many_small_probabilities_keeps_its_digits(dtype):
+    """... in 16 bits, where most of them are below the smallest number of fp16."""
+    s, b, vocab = 3, 2, 60_000
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(s, b, vocab).to(dtype) for _ in range(2))
+    exact = student.double().requires_grad_()
+    log_probs = [F.log_softmax(x.double() / 2, -1) for x in (exact, teacher)]
+    expected = F.kl_div(*log_probs, reduction="none", log_target=True).sum(-1).t()
+    (expected.sum() * 65536).backward()
+    student.requires_grad_()
+    losses = divergence(student, teacher, vocab_size=vocab, tp=Axis("tp"), temperature=2.0)
+    (losses.sum() * 65536).backward()
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    error = (student.grad.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
+
+
+def test_a_killed_run_resumes_bit_for_bit_and_saves_the_student_alone(tmp_path):
+    teacher = teacher_in(tmp_path / "teacher", *OTHER)
+    (tmp_path / "kd.yaml").write_text(BOTH)
+    flags = with_flags(SMALL, "--mock-data", "--train-iters", "6", "--save-interval", "2")
+    flags += ["--tensor-model-parallel-size", "2", "--export-kd-teacher-load", teacher]
+    flags += ["--export-kd-cfg", str(tmp_path / "kd.yaml"), "--use-distributed-optimizer"]
+
+    def words(name: str) -> list[str]:
+        save = str(tmp_path / name / "save")
+        return [*flags, "--save", save, "--load", save]
+
+    whole = train(tmp_path / "whole", words("whole"), world=2)
+    train(tmp_path / "killed", words("killed"), world=2, kill_at=4)
+    resumed = train(tmp_path / "killed", words("killed"), world=2)
+    assert resumed.resumes == [2]
+    names = (*EXACT, "logits distillation loss", "intermediate distillation loss", "total loss")
+    assert resumed.series(*names) == whole.series(*names)
+    same_tensors(resumed.tensors(), whole.tensors())
+    names = whole.tensors().keys()  # of two layers, and the teacher has three
+    assert "decoder.layers.1.input_layernorm.weight" in names
+    assert not any(name.startswith("decoder.layers.2.") for name in names)
+    assert "kd-teacher-changed" not in resumed.first_rank_log
+    # other settings are said
+    (tmp_path / "kd.yaml").write_text("logit_kl_temperature: 3")
+    more = with_flags(words("killed"), "--train-iters", "7", "--override-opt_param-scheduler")
+    assert "[kd-teacher-changed]" in train(tmp_path / "killed", more, world=2).first_rank_log
+
+
+def test_the_plan_has_the_memory_of_the_teacher(tmp_path):
+    sizes = "--vocab-size 4096 --seq-length 128 --max-position-embeddings 128 --hidden-size 64"
+    flags = with_flags([*NO_DROPOUT, "--tokenizer-type", "NullTokenizer"], *sizes.split())
+    teacher = built(*flags, "--num-layers", "3", "--save", str(tmp_path / "teacher"))
+    save_checkpoint(teacher)
+    (tmp_path / "kd.yaml").write_text("skip_lm_loss: false")
+    load = ["--export-kd-teacher-load", str(tmp_path / "teacher")]
+    rows = torch.randint(0, 4000, (8, 129))
+
+    def peak(*more: str) -> tuple[int, int]:
+        """Bytes (by the plan, measured) that are more than without a teacher."""
+        run = built(*flags, *more)
+        train_step(run, forward_step, map(MicroBatch, rows.split(2)), 1)
+        with LiveMemory() as memory:
+            train_step(run, forward_step, map(MicroBatch, rows.split(2)), 2)
+        return fit.fullest(run.config, run.plan).kinds["other models"], memory.peak
+
+    weights = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
+    nothing, plain = peak()
+    assert nothing == 0
+    for more in ([], ["--export-kd-cfg", str(tmp_path / "kd.yaml")]):
+        planned, measured = peak(*load, *more)
+        assert planned - weights == pytest.approx(measured - plain, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "text, line, words",
+    [
+        ("skip_lm_loss: 1", 1, ("skip_lm_loss",)),
+        ("# one\nkd_loss_scale: 0", 2, ("kd_loss_scale", "0")),
+        ("logit_kl_temperature: warm", 1, ("warm",)),
+        ("kd_loss_scale: .inf", 1, ("kd_loss_scale",)),
+        ("skip_lm_loss: true\ncriterion: null", 2, ("criterion", "skip_lm_loss")),
+        ("logit_layers: [output_layer, lm_head]", 1, ("lm_head",)),
+        ("intermediate_layer_pairs: [[a, b, cosinus]]", 1, ("cosinus",)),
+        ("intermediate_layer_pairs: [a]", 1, ("['a']",)),
+        ("kd_loss_scale: 1\nkd_loss_scale: 2", 2, ("kd_loss_scale",)),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(text, line, words, tmp_path):
+    (tmp_path / "kd.yaml").write_text(text)
+    with raises(ValueError, "kd-settings", f"kd.yaml:{line}", *words):
+        read(str(tmp_path / "kd.yaml"))
+    for broken in ("[", "- 1", "a: &a [*a]", "\x00"):
+        (tmp_path / "kd.yaml").write_text(broken)
+        with raises(ValueError, "kd-settings", "kd.yaml"):
+            read(str(tmp_path / "kd.yaml"))

@@ -50,10 +50,7 @@ def state_of_a_rank(config: Config, plan: Plan) -> int:
     """Bytes that a rank holds of what a checkpoint has, at most."""
     states = (bytes_per_rank(config, plan, stage) for stage in range(len(plan.layers_per_stage)))
     unsaved = ("gradients", "whole units", "other models")
-    return max(
-        sum(size for kind, size in state.items() if kind not in unsaved)
-        for state in states
-    )
+    return max(sum(size for kind, size in state.items() if kind not in unsaved) for state in states)
 
 
 def host_copies(config: Config, plan: Plan) -> dict[str, int]:

@@ -63,6 +63,7 @@ OTHERS = {
         "addons/averaging/tests/test_ema.py",
         "addons/averaging/tests/test_merge_window.py",
     ),
+    "addons/distillation/distillation.md": ("", ""),
     "addons/ops/data_ledger.md": ("addons/ops/tests/data_ledger/test_data_ledger.py",),
     "addons/ops/eval_tasks.md": ("addons/ops/tests/eval_tasks/test_eval_tasks.py",),
     "addons/internlm/internlm.md": ("addons/internlm/tests/test_examples.py",) * 3,
