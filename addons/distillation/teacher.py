@@ -43,10 +43,13 @@ class Saved(NamedTuple):
 def saved_in(path: str) -> Saved | None:
     """The checkpoint that a run directory or a path of one means; None where there is none that can
     be read here, of which the load says why."""
-    folder = None if is_url(path) else newest_with_good_args(path)
-    if folder is None or not (folder / ARGS).is_file():
-        return None
-    return _saved(folder, (folder / ARGS).stat().st_mtime_ns)
+    folder = _folder(path)
+    return folder and _saved(folder, (folder / ARGS).stat().st_mtime_ns)
+
+
+def _folder(path: str) -> Path | None:
+    folder = newest_with_good_args(path) if os.path.isdir(path) else None
+    return folder if folder and (folder / ARGS).is_file() else None
 
 
 @lru_cache(maxsize=8)
@@ -65,7 +68,7 @@ def missing(path: str) -> Iterator[str]:
     """What a run would not find."""
     if is_url(path):
         yield f"{FLAG} {path}: must be a directory; copy the checkpoint to one [kd-teacher-missing]"
-    elif not os.path.isdir(path) or newest_with_good_args(path) is None:
+    elif _folder(path) is None:
         yield (
             f"{FLAG} {path}: no checkpoint of this suite there; give a directory that --save "
             "named, or an iter_XXXXXXX in it; checkpoints of others: python "
