@@ -44,7 +44,7 @@ def saved_in(path: str) -> Saved | None:
     """The checkpoint that a run directory or a path of one means; None where there is none that can
     be read here, of which the load says why."""
     folder = _folder(path)
-    return folder and _saved(folder, (folder / ARGS).stat().st_mtime_ns)
+    return _saved(folder, (folder / ARGS).stat().st_mtime_ns) if folder else None
 
 
 def _folder(path: str) -> Path | None:
