@@ -234,7 +234,7 @@ def connect(
 
     initialize.set_max_connections(config)
     for feature in features_of(config):
-        feature.prepare()
+        feature.prepare(config)
     rendezvous = initialize.connect(config, watch)
     return rendezvous, functools.cache(functools.partial(initialize.initialize, config, rendezvous))
 

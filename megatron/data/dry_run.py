@@ -76,14 +76,14 @@ def read_splits(data: DataConfig, sizes: Sequence[int | None]) -> list[SplitFile
         for name, blend, size in zip(SPLITS, blends, sizes, strict=True):
             if blend is not None and size != 0:
                 splits.append(
-                    SplitFiles(name, blend, size, _read(data, blend, [(0.0, 1.0)]), 0, True)
+                    SplitFiles(name, blend, size, read_files(data, blend, [(0.0, 1.0)]), 0, True)
                 )
     else:
         split_bounds = [
             None if size == 0 else bounds
             for bounds, size in zip(parse_split(data.split or DEFAULT_SPLIT), sizes, strict=True)
         ]
-        files = _read(data, blends, split_bounds)
+        files = read_files(data, blends, split_bounds)
         splits = [
             SplitFiles(name, blends, size, files, number, False)
             for number, (name, bounds, size) in enumerate(
@@ -106,7 +106,9 @@ def _sets(split: SplitFiles) -> Iterator[SplitFiles]:
         yield replace(split, name=f"valid-{number}", blend=([word], None))
 
 
-def _read(data: DataConfig, blend: Blend, split_bounds: Sequence[Bounds]) -> dict[str, TokenFile]:
+def read_files(
+    data: DataConfig, blend: Blend, split_bounds: Sequence[Bounds]
+) -> dict[str, TokenFile]:
     """The numbers of all pairs of a blend by their prefixes, in Megatron's order also of those that
     it alone can read."""
     prefixes = [prefix for word in blend[0] for prefix in expand(word)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron import addons, log
+from megatron.config.checks.paths import has_files
 from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
@@ -71,7 +72,7 @@ def build_data(
         log.detail(
             f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
         )
-    if not (d.packed_samples or d.mock_data or provider):
+    if has_files(d) and not (d.packed_samples or provider):
         from megatron.data.megatron_order import check_tokenizer
 
         check_tokenizer(d, tokenizer.identity())
@@ -84,8 +85,7 @@ def build_data(
         else _mix_before(config, progress.data_order, progress.consumed_train_samples)
     )
     train, valid, test = source.build(d, _request(config, plan, tokenizer, before), rows)
-    valids = valid if isinstance(valid, list) else [valid]
-    valids = [dataset for dataset in valids if dataset is not None]
+    valids = [each for each in (valid if isinstance(valid, list) else [valid]) if each is not None]
     for line in plan_table(rows):
         log.detail(line)
     log.detail("> finished creating GPT datasets ...")
@@ -152,12 +152,14 @@ def _request(
 
 
 def _validation_names(data: DataConfig, datasets: Sequence[Dataset]) -> list[str]:
-    """What the lines of the log call them; with --multiple-validation-sets they are listed."""
-    names = [
-        subset_names(dataset)[0] if data.packed_samples else str(number)
-        for number, dataset in enumerate(datasets)
-    ]
-    for name, dataset in zip(names, datasets, strict=True) if data.multiple_validation_sets else ():
+    """What the lines of the log call them, "" for the only one; they are listed."""
+    names = [getattr(dataset, "set_name", "") for dataset in datasets]
+    if data.multiple_validation_sets:
+        names = [
+            subset_names(dataset)[0] if data.packed_samples else str(number)
+            for number, dataset in enumerate(datasets)
+        ]
+    for name, dataset in zip(names, datasets, strict=True) if any(names) else ():
         log.print_rank_0(
             f" > validation-{name}: {len(dataset)} {'rows' if data.packed_samples else 'samples'} "
             f"of {', '.join(subset_names(dataset))}"

@@ -175,7 +175,6 @@ class Evaluation(Hook):
         self, prefix: str, report: Callable[[str], None], final: bool, weights: str = ""
     ) -> bool:
         """Each validation set with the weights that the model has; whether the time is up."""
-        several = self._run.config.data.multiple_validation_sets
         time_up = False
         for number, name in enumerate(self._data.valid_names):
             samples, count = self._validation_samples(number, weights)
@@ -185,7 +184,7 @@ class Evaluation(Hook):
                 count,
                 prefix,
                 report,
-                f"-{name}" * several + f"-{weights}" * bool(weights),
+                f"-{name}" * bool(name) + f"-{weights}" * bool(weights),
                 final=final,
             )
         return time_up

@@ -94,7 +94,7 @@ class Feature(Extension):
         """Where training samples come from, if not from `source`."""
         return source
 
-    def prepare(self) -> None:
+    def prepare(self, config: Config) -> None:
         """What can fail before the ranks connect. Raises ValueError."""
 
     def demands(self, config: Config) -> Demands:
@@ -133,6 +133,7 @@ def data_source(config: Config) -> DataSource:
     from megatron.data.sources import source_of
 
     source = source_of(config.data)
-    for feature in features_of(config):
+    # those that name the data first: what others make of a source they make of theirs, too
+    for feature in sorted(features_of(config), key=lambda each: not each.names_data):
         source = feature.data_source(source, config)
     return source

@@ -15,6 +15,7 @@ from megatron import host, launcher
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
 from megatron.config import command_line
+from megatron.config.checks.paths import has_files
 from megatron.config.command_line import CommandLine
 from megatron.config.plan.plan import Plan, make_plan
 from megatron.config.run_directory import STATE, vouched_file
@@ -117,7 +118,7 @@ def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[st
     """Problems of data that are read here; packed data are when they are built. Raises ValueError
     and OSError where they cannot be read."""
     d = config.data
-    if d.mock_data or d.dummy_data or d.packed_samples:
+    if d.packed_samples or not has_files(d):
         return []
     from megatron.training.preflight_data import of_data
 

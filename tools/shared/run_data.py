@@ -141,8 +141,7 @@ def _opened(
         state = read_json(folder / "state.json")
         config = saved_flags.read(folder / "args", RunConfig).config
         world_size = world_size or state["layout"]["world_size"]
-    d = config.data
-    tokenizer = tokenizer_from(d)
+    tokenizer = tokenizer_from(config.data)
     plan = make_plan(config, world_size, tokenizer.vocab_size)
     if state.get("skipped") is not None:
         plan = replace(plan, skips=_skips(folder, state, plan.skips))
@@ -159,7 +158,7 @@ def _opened(
         micro_batch_size=config.training.micro_batch_size,
         global_batch_size=plan.batch.final_global_batch_size,
     )
-    dataset, _, _ = data_source(config).build(d, request, [])
+    dataset, _, _ = data_source(config).build(config.data, request, [])
     assert dataset is not None, "--train-iters is at least 1"
     shift = (
         state["consumed_train_samples"] - plan.consumed_samples(state["iteration"]) if state else 0

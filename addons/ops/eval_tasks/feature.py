@@ -12,6 +12,7 @@ from megatron.training.feature import Feature, Loop
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
+    from megatron.config.tree import Config
     from megatron.training.hook import Hook
 
 
@@ -67,7 +68,7 @@ class EvalTasksConfig(Feature):
                     "[eval-task-unreadable]"
                 )
 
-    def prepare(self) -> None:
+    def prepare(self, config: Config) -> None:
         """Read the tasks. Raises ValueError where lm-eval or a task cannot be read."""
         if not self.eval_tasks:
             return

@@ -202,10 +202,11 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                     continue  # the store says so where it is read
                 packed = addons.module("packed_rules") if d.packed_samples else None
                 problems = packed.word_problems(flag, prefix, indices) if packed else None
-                yield from _corpus(flag, prefix, len(words)) if problems is None else problems
+                yield from missing_pair(flag, prefix, len(words)) if problems is None else problems
 
 
-def _corpus(flag: str, prefix: str, words: int) -> Iterator[str]:
+def missing_pair(flag: str, prefix: str, words: int) -> Iterator[str]:
+    """What is missing of the data set of a prefix, one of the `words` of a flag."""
     lost = [end for end in (".idx", ".bin") if not os.path.isfile(prefix + end)]
     in_parts = os.path.isfile(f"{prefix}.parts/parts.json")  # megatron/data/parts/part_set.py
     if not lost or (len(lost) == 2 and (_several(prefix) or in_parts)):

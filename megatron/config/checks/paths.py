@@ -23,7 +23,7 @@ def problems(config: Config) -> list[str]:
     """What is wrong with the flags themselves, whatever files there are."""
     d = config.data
     lines = [*_unsafe_urls(config.checkpoint), *_sources(d)]
-    if not _has_files(d):
+    if not has_files(d):
         return [*lines, *_split(config), *check_tokenizer.flag_problems(d)]
     from megatron.config.checks import data_paths
 
@@ -46,7 +46,7 @@ def missing(config: Config) -> list[str]:
                 "--mock-data [data-missing]"
             )
         )
-    elif sum(_data_flags(d).values()) == 1 and _has_files(d):
+    elif sum(_data_flags(d).values()) == 1 and has_files(d):
         from megatron.config.checks.data_paths import missing_data
 
         lines += missing_data(
@@ -112,7 +112,7 @@ def _data_flags(d: DataConfig) -> dict[str, bool]:
     }
 
 
-def _has_files(d: DataConfig) -> bool:
+def has_files(d: DataConfig) -> bool:
     """Is any path of data named?"""
     return any(value for flag, value in _data_flags(d).items() if "-path" in flag)
 
