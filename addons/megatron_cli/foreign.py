@@ -67,6 +67,8 @@ def refused() -> dict[str, list[str]]:
 def changes_nothing(name: str, value: Any) -> bool:
     """Whether an argument of this name is known, and not refused with this value."""
     flag = compat.FOREIGN.get(name)
+    if name == "enable_gpt_oss" and value:  # a checkpoint may be of ModelOpt's model
+        return False
     return flag is not None and (flag.verdict != compat.REFUSED or flag.shown(value) is None)
 
 
@@ -103,6 +105,8 @@ def read_as(
     typed, foreign, dense = _dense(typed, foreign)
     if "hybrid_layer_pattern" in typed:
         foreign = {name: value for name, value in foreign.items() if not _hybrid(name, value)}
+    typed, bigcode = _bigcode(parser, typed, foreign)
+    typed, foreign, gpt_oss, differing = _gpt_oss(parser, typed, foreign)
     typed, foreign, shorter, too_long = _run_length(typed, foreign)
     seq_length = max(1, typed.get("seq_length") or 1)
     for words in compat.replaced(foreign, seq_length).values():
@@ -114,8 +118,8 @@ def read_as(
             "this command line is Megatron-LM's; --log-format megatron prints its log, too "
             "[log-format-of-megatron]"
         )
-    notes += [*dense, *shorter]
-    return ReadAs(typed, [*compat.refused(foreign), *too_long, *problems], notes)
+    notes += [*dense, *bigcode, *gpt_oss, *shorter]
+    return ReadAs(typed, [*compat.refused(foreign), *differing, *too_long, *problems], notes)
 
 
 # Megatron-DeepSpeed's, of experts.
@@ -146,6 +150,74 @@ def _dense(
     )
     typed = {name: value for name, value in typed.items() if name != "num_experts"}
     return typed, {name: v for name, v in foreign.items() if name not in expert_flags}, [note]
+
+
+def _bigcode(
+    parser: Parser, typed: dict[str, Any], foreign: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """(`typed`, notes) of a command line for BigCode's Megatron-LM, which alone has
+    --tokenizer-file: its tokenizer is a tokenizer.json, and --fim-rate is enough to fill in the
+    middle."""
+    if "tokenizer_file" not in foreign:
+        return typed, []
+    words = []
+    if typed.get("tokenizer_type") == "TokenizerFromFile":
+        typed = {name: value for name, value in typed.items() if name != "tokenizer_type"}
+        words += ["--tokenizer-type", "HuggingFaceTokenizer"]
+    if typed.get("fim_rate") == 0:
+        typed = {name: value for name, value in typed.items() if name != "fim_rate"}
+    elif "fim_rate" in typed and "fim_data" not in typed:
+        words += ["--fim-data", "--fim-keep-special-tokens"]
+        if "fim_split_sample" in typed:
+            words += ["--fim-fragment-rate", "0.5"]
+    if not words:
+        return typed, []
+    note = (
+        f"--tokenizer-file {foreign['tokenizer_file']}: a command line for BigCode's Megatron-LM, "
+        f"read with {' '.join(words)} [megatron-flag-has-no-effect]"
+    )
+    return parse(parser, words).typed | typed, [note]
+
+
+# What Megatron-LM's ModelOpt builder sets for --enable-gpt-oss (megatron/post_training).
+_GPT_OSS = (
+    "--position-embedding-type yarn --rotary-scaling-factor 32 --beta-fast 32 --beta-slow 1 "
+    "--original-max-position-embeddings 131072 --mscale 1 --mscale-all-dim 0 "
+    "--no-yarn-correction-range-round-to-int"
+)
+
+
+def _gpt_oss(
+    parser: Parser, typed: dict[str, Any], foreign: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], list[str], list[str]]:
+    """(`typed` and `foreign` without --enable-gpt-oss, notes, problems).
+
+    Megatron-LM has its YaRN in models that its ModelOpt builder makes; all others, so those that
+    pretrain_gpt.py trains from scratch, have the positions of the other flags.
+    """
+    if not foreign.get("enable_gpt_oss"):
+        return typed, foreign, [], []
+    without = {name: value for name, value in foreign.items() if name != "enable_gpt_oss"}
+    if not (foreign.get("modelopt_enabled") or "export_kd_teacher_load" in typed | foreign):
+        note = (
+            "--enable-gpt-oss: no effect, as in Megatron-LM, where only ModelOpt's models "
+            "(--modelopt-enabled) have its YaRN; give --rope-type yarn --rotary-scaling-factor 32 "
+            "--no-yarn-correction-range-round-to-int for that of the published gpt-oss "
+            "[megatron-flag-has-no-effect]"
+        )
+        return typed, without, [note], []
+    yarn = parse(parser, _GPT_OSS.split()).typed
+    spellings = {flag.name: flag.spelling for flag in parser.flags}
+    kind = typed.get("position_embedding_type")
+    given = typed if kind not in (None, "rope") else typed | {"position_embedding_type": "yarn"}
+    differing = [
+        f"{spellings[name]} {given[name]}: --enable-gpt-oss has {value}; omit one of the two "
+        "[flag-contradicts-gpt-oss]"
+        for name, value in yarn.items()
+        if given.get(name, value) != value
+    ]
+    note = f"--enable-gpt-oss = {_GPT_OSS} [megatron-flag-has-no-effect]"
+    return given | yarn, without, [note], differing
 
 
 def _run_length(

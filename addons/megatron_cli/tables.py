@@ -304,6 +304,7 @@ use_megatron_fsdp=False use_torch_fsdp2=False use_custom_fsdp=False
   | --data-parallel-sharding-strategy optim_grads_params
 ds_sequence_parallel_size=1 | --context-parallel-size {}
 data_file_list= | --data-args-path {}
+tokenizer_file= | --tokenizer-model {}
 train_tokens:int= | --train-samples {samples}
 lr_decay_tokens:int= | --lr-decay-samples {samples}
 lr_warmup_tokens:int= | --lr-warmup-samples {samples}
@@ -374,7 +375,6 @@ embedding_init_method_std=
 embed_layernorm=False | the embedding has no norm of its own; omit the flag
 use_gated_attention=False | use --attention-output-gate, whose gates are rows of linear_qkv
 alibi_attention=False,--alibi | use --position-embedding-type rope or learned_absolute
-enable_gpt_oss=False | give the flags of YaRN, --rope-type yarn and those that it needs
 fp4=,--fp4-format | there are no FP4 kernels; use --bf16
 first_last_layers_bf16=False num_layers_at_start_in_bf16=1 num_layers_at_end_in_bf16=1
   | every layer runs in FP8 with --fp8-format; use --bf16 alone
@@ -382,15 +382,7 @@ dataloader_inter_document_masking=False | use --reset-attention-mask and --reset
 logits_load_dir= logits_load_decode_threads=4 logits_load_ignore_errors=False
   logits_load_kd_loss_alpha=1.0 logits_load_msc_prefetch_depth=2 logits_load_prefetch_factor=3
   | no teacher's logits are read; train on the data, or write a loss in a script of your own
-fim_data=False fim_rate=0.5 fim_spm_rate=0.5 fim_split_sample= fim_fragment_rate:float=
-  fim_no_prefix= fim_prefix_token=<fim_prefix> fim_middle_token=<fim_middle>
-  fim_suffix_token=<fim_suffix> fim_pad_token=<fim_pad> fim_eod_token=<|endoftext|>
-  | samples are plain left-to-right text; omit the flag
-train_weighted_split_paths:list= valid_weighted_split_paths:list=
-  test_weighted_split_paths:list= train_weighted_split_paths_path=
-  valid_weighted_split_paths_path= test_weighted_split_paths_path=
-  | use --data-args-path FILE, a file of `weight prefix` pairs
-tokenizer_file= tokenizer_name_or_path=
+tokenizer_name_or_path=
   | use --tokenizer-type HuggingFaceTokenizer --tokenizer-model PATH
 padded_vocab_size= pad_vocab_size_to= | use --make-vocab-size-divisible-by
 pad_vocab_size=True
@@ -427,6 +419,10 @@ skip_train_iteration_range:list= | use --train-range-to-skip a b, whose numbers 
 train_iters_to_skip:list= | use --iterations-to-skip, which counts from 1 as the log does
 
 [note]
+enable_gpt_oss=False
+  | only models that Megatron-LM's ModelOpt builder makes have its YaRN; with --modelopt-enabled
+  it is read as --position-embedding-type yarn and the numbers of Megatron-LM's gpt-oss
+modelopt_enabled=False | layers are the same whoever builds them
 fsdp_double_buffer=False fsdp_manual_registration=False
   | the memory of a layer is the allocator's, and no library registers it
 torch_fsdp2_reshard_after_forward=True,--torch-fsdp2-no-reshard-after-forward
@@ -471,7 +467,6 @@ PREFIXES: tuple[tuple[str, str, str], ...] = (
     ),
     ("refused", "--experimental-attention- --kimi- --gated-delta-", "&layers"),
     ("refused", "--muon- --soap- --lion- --adaptive-muon-", "&optimizer"),
-    ("refused", "--fim-", "samples are plain left-to-right text; omit the flag"),
     (
         "refused",
         "--rl- --no-rl- --grpo- --langrl- --no-langrl- --export- --sft- --distillation- --logits- "

@@ -32,6 +32,7 @@ ODD = {
     "percent": "%n%d{}",
 }
 LINE = with_flags(SMALL, "--lr-warmup-iters", "0", "--train-iters", "1", "--mock-data")
+FIM = "--fim-data --data-path x --dry-run"
 SAVES = "--save runs --save-interval 1 "
 # what gives a flag its effect, if it has none alone
 WITH = {
@@ -49,6 +50,12 @@ WITH = {
     "--snapshot-dir": f"{SAVES} --snapshot-interval 1",
     "--non-persistent-local-ckpt-dir": (
         f"{SAVES} --snapshot-interval 1 --non-persistent-ckpt-type local"
+    ),
+    "--fim-split-sample": f"{FIM} --fim-fragment-rate 1",
+    **dict.fromkeys(
+        ("--fim-no-prefix", "--fim-prefix-token", "--fim-middle-token", "--fim-suffix-token")
+        + ("--fim-pad-token", "--fim-eod-token"),
+        FIM,
     ),
     "--eval-tasks": "--eval-tasks-interval 1",
     "--export-kd-cfg": "--export-kd-teacher-load t",

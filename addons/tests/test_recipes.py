@@ -70,7 +70,7 @@ def test_a_recipe_is_accepted_or_every_flag_that_stops_it_is_named(recipe, capsy
 
 
 def test_most_of_the_recipes_are_accepted():
-    assert len(RECIPES) == 34 and sum(not recipe.refused for recipe in RECIPES) == 31
+    assert len(RECIPES) == 34 and sum(not recipe.refused for recipe in RECIPES) == 33
 
 
 LLAMA = (

@@ -27,6 +27,7 @@ USED = {
     "datasets": "",
     "distillation": "--export-kd-teacher-load {}/teacher/save --export-kd-cfg {}/kd.yaml",
     "engine": "",
+    "fim": "--fim-data --fim-prefix-token \1 --fim-middle-token \2 --fim-suffix-token \3 --fim-pad-token \4",
     "finetuning": "",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
@@ -41,6 +42,7 @@ USED = {
     "serving": "",
     "spikes": "",
     "stages": "--phase-transition-iterations 2",
+    "weighted_splits": "--train-weighted-split-paths TRAIN:1:0:1:x",
 }
 ADDONS = {
     name: [each for each in FEATURES if each.__module__.startswith(f"megatron.addons.{name}.")]
@@ -270,8 +272,8 @@ def check_resume(tree: Path, folder: Path, used: str) -> None:
 def test_an_add_on_that_is_deleted_is_not_missed_by_runs(addon, tmp_path):
     if addon == "ops":
         pytest.importorskip("lm_eval")
-    # a run in stages has an order of samples that a copy without them refuses, by its own code
-    used = "" if addon == "stages" else USED[addon]
+    # their order of samples is one that a copy without them refuses, by its own code
+    used = "" if addon in ("fim", "stages", "weighted_splits") else USED[addon]
     check_resume(without(tmp_path / "tree", addon), tmp_path, used)
 
 

@@ -38,6 +38,7 @@ DELTA = "tests/core/model/test_gated_delta.py"
 PATTERNS = "tests/core/model/test_pattern.py"
 FORMULA = f"{PATTERNS}::test_values_and_gradients_are_those_of_the_formula"
 DISTILLED = "addons/distillation/tests/test_distillation.py::test_a_step_by_the_formula"
+FIM = "addons/fim/tests/test_fim.py"
 LOSS_WEIGHTS = "addons/loss_weights/tests/test_loss_weights.py::test_a_step_by_the_formula"
 FROZEN = (
     "tests/core/training/test_frozen.py"
@@ -1117,6 +1118,31 @@ BUGS = {
         "all_reduce(values, self._teacher.ctx.cp)",
         "values",
         f"{DISTILLED}[cp2]",
+    ),
+    "fill in the middle draws on from sample to sample": Bug(
+        "addons.fim.source.FimDataset.__getitem__",
+        "np.random.RandomState(halves)",
+        "self.__dict__.setdefault('random', np.random.RandomState(halves))",
+        f"{FIM}::test_a_sample_is_a_function_of_seed_split_and_number[epoch]",
+    ),
+    "every split has the draws of training": Bug(
+        "addons.fim.source.FimDataset.__getitem__",
+        "SPLITS.index(self.index_split)",
+        "0",
+        f"{FIM}::test_a_sample_is_a_function_of_seed_split_and_number[epoch]",
+    ),
+    "a part behind the last end of a document is left as it is": Bug(
+        "addons.fim.middle._parts",
+        "yield change(tokens[first:])",
+        "yield tokens[first:]",
+        f"{FIM}::test_the_same_draws_give_megatrons_tokens[seed 1094767428]",
+    ),
+    "ranges of documents end one document early": Bug(
+        "addons.weighted_splits.source._in_megatron_order",
+        "split_range(part.bounds, len(corpus))",
+        "split_range(part.bounds, len(corpus) - 1)",
+        "addons/weighted_splits/tests/test_weighted_splits.py::"
+        "test_each_group_reads_its_documents_by_its_weights[megatron]",
     ),
     "loss weights normalized on each rank": Bug(
         "addons.loss_weights.hook.weigh_by_source",

@@ -4,6 +4,7 @@ verdict says why."""
 from __future__ import annotations
 
 import ast
+import math
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,15 @@ from megatron.addons.megatron_cli.flags import (
     REFUSED,
     prefixes,
 )
+from megatron.addons.megatron_cli.foreign import changes_nothing
 from megatron.arguments import flags_of, parse
 from megatron.config import command_line
 from megatron.config.checks.data_paths import blend_words
+from megatron.config.rope import Yarn
 from megatron.data.build import read_blends
 from megatron.features.registry import RunConfig
 from tests.forkrun import ROOT
-from tests.problems import assert_problem, code_of, codes_of
+from tests.problems import assert_problem, assert_reported, code_of, codes_of
 
 GOLDEN = ROOT / "tests" / "golden"
 ROWS = [
@@ -372,6 +375,46 @@ def test_attention_with_context_parallelism_has_its_own_kernels():
         assert line.config.kernels.attention == "flash"
         assert line.config.attention_backend == "auto"
         assert [n for n in line.notes if code_of(n) == "attention-backend-with-context-parallel"]
+
+
+def gpt_oss(*more: str) -> command_line.CommandLine:
+    return command_line.read(
+        [*BASE.split(), "--enable-gpt-oss", *more, "--dry-run"], {}, tree=RunConfig
+    )
+
+
+def test_gpt_oss_of_modelopt_has_megatrons_yarn(capsys):
+    """What megatron/post_training/model_builder.py sets, whatever kind of rotary positions the
+    other flags name."""
+    for more in ((), ("--position-embedding-type", "rope", "--rope-type", "rope")):
+        model = gpt_oss("--modelopt-enabled", *more, "--rotary-base", "150000").config.model
+        assert model.yarn == Yarn(
+            32.0, 131072, 32.0, 1.0, round(1 + 0.1 * math.log(32), 12), False, 1.0
+        )
+    for flag, value in (("--rotary-scaling-factor", "40"), ("--beta-fast", "16")):
+        with pytest.raises(SystemExit):
+            gpt_oss("--modelopt-enabled", flag, value)
+        assert_reported(capsys.readouterr().err, "flag-contradicts-gpt-oss", flag, value)
+    same = gpt_oss("--modelopt-enabled", "--rotary-scaling-factor", "32").config.model
+    assert same.yarn == model.yarn
+
+
+def test_gpt_oss_without_modelopt_is_what_the_other_flags_say():
+    """As in Megatron-LM's pretrain_gpt.py."""
+    words = ("--position-embedding-type", "rope")
+    line = gpt_oss(*words)
+    plain = command_line.read([*BASE.split(), *words, "--dry-run"], {}, tree=RunConfig)
+    assert line.config == plain.config and line.config.model.yarn is None
+    assert [note for note in line.notes if note.startswith("--enable-gpt-oss")]
+    assert not changes_nothing("enable_gpt_oss", True) and changes_nothing("enable_gpt_oss", False)
+
+
+def test_the_tokenizer_of_bigcode(tmp_path):
+    for kind in ("TokenizerFromFile", "HuggingFaceTokenizer"):
+        words = ["--tokenizer-type", kind, "--tokenizer-file", "x/tokenizer.json", "--dry-run"]
+        base = [word for word in BASE.split() if word != "--mock-data"]
+        data = command_line.read([*base, *words], {}, tree=RunConfig).config.data
+        assert (data.tokenizer, data.tokenizer_model) == ("HuggingFaceTokenizer", words[3])
 
 
 def test_a_program_without_the_feature_does_not_know_them():

@@ -117,5 +117,5 @@ def test_arguments_of_the_suite_cannot_be_assigned():
     for same in (args, pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):
         assert (same.iteration, same.consumed_train_samples) == (3, 24)
         assert vars(same) == {"iteration": 3, "hidden_size": 32, "loss_factor": 2.0, "other": 2.0}
-    with pytest.raises(AttributeError, match="fim_rate"):
-        _ = args.fim_rate
+    with pytest.raises(AttributeError, match="sft_rate"):
+        _ = args.sft_rate
