@@ -50,13 +50,15 @@ class PlotOptions:
     first: int = arg(1, minimum=1, help="first iteration to plot")
 
 
-def _problems(options: PlotOptions) -> list[str]:
-    return picture_problems(options.output)
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 plotted, 2 a wrong command line or what cannot be read or written."""
-    options = read(PlotOptions, argv, prog="plot.py", description=DESCRIPTION, check=_problems)
+    options = read(
+        PlotOptions,
+        argv,
+        prog="plot.py",
+        description=DESCRIPTION,
+        check=lambda options: picture_problems(options.output),
+    )
     try:
         runs = [read_run(path, first=options.first, readers=READERS) for path in options.runs]
         if options.output:

@@ -1,5 +1,6 @@
 """Curves of runs as a picture. The only importer of matplotlib."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -30,7 +31,7 @@ def draw_curves(path: str, runs: Sequence[RecordedRun], window: int = 1) -> None
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(shown), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for name, axes in zip(shown, grid, strict=True):
-        for run, color in zip(runs, _colors(len(runs)), strict=True):
+        for run, color in zip(runs, itertools.cycle(RUNS), strict=False):
             width = 1 if name == "learning_rate" else window
             _curve(
                 axes, run.panels.get(name), color, width, run.name if len(runs) > 1 else "training"
@@ -88,10 +89,6 @@ def load_matplotlib(flag: str) -> ModuleType:
             "[package-missing]"
         ) from None
     return matplotlib
-
-
-def _colors(count: int) -> list[str]:
-    return [RUNS[number % len(RUNS)] for number in range(count)]
 
 
 def _curve(axes, curve: Curve | None, color: str, window: int, label: str) -> None:

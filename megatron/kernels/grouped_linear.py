@@ -181,16 +181,12 @@ class _CppGroupedLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _never() -> bool:
-    return False
-
-
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
     counts: Counts,
     accumulate_into: Tensor | None = None,
-    is_first: Callable[[], bool] = _never,
+    is_first: Callable[[], bool] = lambda: False,
     *,
     of: Copies | None = None,
     to: Copies | None = None,

@@ -58,10 +58,6 @@ class ModelRanks(NamedTuple):
 ALONE = ModelRanks()
 
 
-def _no_span(name: str) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 class MixedPrecisionOptimizer:
     """Adam, SGD, or Muon and Adam, on the fp32 (or fp64) main weights of `params`.
 
@@ -92,7 +88,7 @@ class MixedPrecisionOptimizer:
         embed_grad_scale: float = 1.0,
         log_num_zeros_in_grad: bool = False,
         ranks: ModelRanks = ALONE,
-        span: Callable[[str], AbstractContextManager[Any]] = _no_span,
+        span: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         assert config.clip_grad >= 0.0 and config.optimizer in adam.STATE_KEYS, config
         self.kind = config.optimizer

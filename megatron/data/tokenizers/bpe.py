@@ -249,7 +249,7 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
     if (
         ranks != list(range(len(ranks)))
         or len(set(pieces)) != len(pieces)
-        or not _has_all_bytes(pieces[:count])
+        or sum(len(piece) == 1 for piece in pieces[:count]) != 256
     ):
         raise ValueError(
             f"--tokenizer-model {path}: its pieces are not ranked 0, 1, 2, ..., each once, all "
@@ -264,10 +264,6 @@ def _tiktoken_pieces(path: str, count: int) -> list[bytes]:
             "[vocab-size-not-that-of-tokenizer]"
         )
     return pieces[:count]
-
-
-def _has_all_bytes(pieces: Sequence[bytes]) -> bool:
-    return {piece for piece in pieces if len(piece) == 1} == {bytes([byte]) for byte in range(256)}
 
 
 EXTENDS = "extends.json"  # in the folder of a tokenizer: a list, `Tokenizer.identity`'s
