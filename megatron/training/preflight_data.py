@@ -17,9 +17,8 @@ def of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str
     validation = None if d.full_validation and targets.valid else targets.valid
     with object_stores.urls_in_errors(d):
         splits = dry_run.read_splits(d, [targets.train, validation, targets.test])
-        short: list[dry_run.Shortage] = []
-        if d.data_order == "megatron":
-            short = dry_run.shortages(splits, config.model.seq_length)
+        in_epochs = d.data_order == "epoch"
+        short = [] if in_epochs else dry_run.shortages(splits, config.model.seq_length)
     problems = [
         _shortage(config, plan, shortage) for shortage in short if _runs_out(config, shortage.split)
     ]
