@@ -3,9 +3,10 @@ the .bin/.idx pairs of the core."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class SampleFile(Protocol):
