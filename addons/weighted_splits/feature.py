@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from megatron.arguments import Needs, arg
 from megatron.config.tree import Config
-from megatron.data.blend.splits import SPLITS
 from megatron.training.feature import Feature
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ _TRAIN = Needs(
 _GROUP = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 _of_train = partial(arg, excludes=_OTHERS)
 _of_more = partial(arg, requires=_TRAIN)
+
+SPLITS = ("train", "valid", "test")  # as megatron.data.blend.splits, which loads numpy
 
 
 @dataclass(frozen=True)
