@@ -33,6 +33,7 @@ LACKING = (
 )
 # What the rules want with a flag.
 WITH = {
+    "fim_split_sample": "--fim-fragment-rate 0.5",
     "decoupled_min_lr": "--decoupled-lr 1e-3",
     "main_grads_dtype": "--use-precision-aware-optimizer",
 }
