@@ -24,8 +24,8 @@ LOCAL = "tests/core/training/checkpointing/test_local_copies.py"
 STORE = "tests/core/checkpoint/test_store.py"
 HISTORY = "tests/core/training/checkpointing/test_one_history.py"
 ROWS = "addons/finetuning/tests/test_rows.py"
-CHAT = "tests/core/training/test_chat.py"
-PACKED_RUNS = "tests/core/training/test_packed.py"
+CHAT = "addons/finetuning/tests/test_chat_training.py"
+PACKED_RUNS = "addons/finetuning/tests/test_packed_training.py"
 ADAPTERS = "tests/core/kernels/test_libraries.py"
 RANKS = "tests/core/parallel/test_transformer_engine.py"
 SIXTEEN = "tests/core/optimizer/test_low_precision.py"
@@ -1934,8 +1934,8 @@ BUGS = {
     ),
     # Loss spikes: rollback in a whole run.
     "a learning rate schedule that adds the loaded steps": Bug(
-        "megatron.optimizer.scheduler.OptimizerParamScheduler.load_state_dict",
-        "self.num_steps = 0",
+        "megatron.optimizer.saved_schedule.load",
+        "scheduler.num_steps = 0",
         "",
         REWIND,
     ),

@@ -100,7 +100,7 @@ def another_number_of_documents(monkeypatch) -> None:
         document_ids.cu_seqlens = torch.empty(next(numbers), dtype=torch.int32, device="meta")
         return document_ids
 
-    monkeypatch.setattr(batch, "with_lengths", with_lengths)
+    monkeypatch.setattr(cu_seqlens, "with_lengths", with_lengths)
 
 
 @pytest.mark.campaign
