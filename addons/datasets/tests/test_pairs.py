@@ -21,13 +21,14 @@ from megatron.addons.datasets.tests.test_document_sources import (  # noqa: F401
     small_blocks,
     write_jsonl,
 )
+from megatron.addons.finetuning.tests.conversations import CONVERSATIONS, EXPECTED
+from megatron.addons.finetuning.tests.test_preprocess_chat import BYTES, GOOD, run
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.parts.part_set import joined_note
 from megatron.data.tokenizers import metadata
 from tests import problems
 from tests.core.data.test_pair_checksums import VOCAB, flips, prefix  # noqa: F401
 from tests.load_tool import exit_code, load_tool
-from tests.tools.test_preprocess_chat import BYTES, CONVERSATIONS, EXPECTED, GOOD, run
 from tests.tools.test_preprocess_reference import KEEP as KEYS
 from tests.tools.test_preprocess_reference import Corpus, check_sources, stored
 
