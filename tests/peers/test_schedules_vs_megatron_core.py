@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.config.plan.batch_size import build_batch_size_schedule
+from megatron.optimizer import saved_schedule
 from tests.core.optimizer.builders import scheduler_of
 
 pytestmark = pytest.mark.peers
@@ -104,7 +105,7 @@ def test_loading_megatron_cores_state_goes_on_alike(flag):
         _, source = both(saved, groups)
         source.step(rng.randrange(saved["lr_decay_steps"]))
         mine, theirs = both(running, groups, **{flag: True})
-        mine.load_state_dict(source.state_dict())
+        saved_schedule.load(mine, source.state_dict())
         theirs.load_state_dict(source.state_dict())
         assert mine.state_dict() == theirs.state_dict()
         # theirs applies a loaded weight decay from the next step on, ours at once
