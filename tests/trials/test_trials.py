@@ -25,7 +25,7 @@ TRIALS = {
     "linear_biases": ("tests/core/model/test_linear_biases.py::", 6, 2),
     "mixer": ("tests/core/model/test_moving_average.py::", 5, 1),
     "norm": ("tests/core/kernels/test_norms.py::test_l1_norm", 3, 1),
-    "data_source": ("tests/core/data/test_token_array.py::", 6, 1),
+    "data_source": ("tests/core/data/test_token_array.py::", 4, 1),
     "family": ("addons/convert/tests/test_corners.py::hunyuan_v1_dense", 1, 1),
 }
 PEERS = {"family": pytest.mark.peers}

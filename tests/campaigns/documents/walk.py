@@ -39,7 +39,7 @@ ELSEWHERE = {
     "make quickstart": ".ci/run",
     "make test": ".ci/run",
     "pip install .": "tests/house/test_front_door.py",
-    "examples/chat/run.sh": "tests/campaigns/examples/test_chat.py",
+    "examples/chat/run.sh": "addons/finetuning/tests/test_chat_example.py",
     ".venv/bin/pip install lagent==0.2.4": "requirements/files.txt",
     "examples/lagent/run.sh": "addons/serving/tests/test_lagent.py",
     "make parity": "addons/lab/tests/test_compare_layouts.py",
