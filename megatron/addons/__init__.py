@@ -30,13 +30,14 @@ def modules(name: str) -> list[str]:
 
 
 def module(name: str) -> ModuleType | None:
-    """The module of this name of the add-on that has one."""
+    """The module of this name, of the add-on that has it; None where none has."""
     names = modules(name)
     return importlib.import_module(names[0]) if names else None
 
 
 def needed(name: str, flag: str) -> Any:
-    """The same, which `flag` needs. Raises ValueError where no add-on has it."""
+    """The module of this name, without which `flag` cannot work. Raises ValueError where no add-on
+    has it."""
     if (needed_module := module(name)) is None:
         raise ValueError(f"{flag}: {MISSING}")
     return needed_module
