@@ -6,22 +6,21 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
-from megatron.config.plan.fit import GIB, SPARE
+from megatron.config.plan.fit import GIB
 
 from . import nanotron, points
 from .machines import FOLDER, Constants, load
-from .step_time import step_seconds
+from .step_time import Runs, step_seconds
 
 Rows = Sequence[Mapping[str, str]]
 Key = TypeVar("Key", bound=Hashable)
 HELD = 5.0  # as many runs of a system as its factor is held to 1 by
 CLOSE = 0.06  # of a run's memory, what a prediction may be off
-FULL_SLOWER = 5.0  # times the step of a run whose memory is nearly full, measured 5 to 9
 LEAST_CELL = 10  # layouts of a cell of a sweep
 
 
@@ -71,12 +70,13 @@ def factors(found: Comparison) -> np.ndarray:
     return np.exp(result)
 
 
-def predict(rows: Rows) -> np.ndarray:
-    """Seconds of a step by the constants that are shipped."""
+def predict(rows: Rows, runs: Runs | None = None) -> np.ndarray:
+    """Seconds of a step by the constants that are shipped; `runs`: other runs than the rows say."""
     machines = [load(points.machine_of(row)) for row in rows]
     names = machines[0].constants
     constants = {name: np.array([m.constants[name] for m in machines]) for name in names}
-    return np.sum(list(step_seconds(constants, points.runs(rows)).values()), axis=0)
+    seconds = step_seconds(constants, points.runs(rows) if runs is None else runs)
+    return np.sum(list(seconds.values()), axis=0)
 
 
 def _fitted(rows: Rows, kinds: list[str]) -> tuple[Constants, np.ndarray]:
@@ -161,16 +161,13 @@ def table(found: Comparison) -> list[str]:
 
 
 def _expected(found: Comparison) -> np.ndarray:
-    """Seconds of a step on the average of what its memory may turn out to be, and of nanotron's two
-    series of runs; both are known of its runs alone."""
+    """Seconds of a step; of nanotron's runs by the likelier of its two programs."""
     rows = found.rows
-    limit = np.array([load(points.machine_of(row)).facts["memory_gib"] for row in rows])
     runs = points.runs(rows)
-    needed = nanotron.held(runs).again / GIB
-    sigmas = (needed / limit / (1 - SPARE) - 1) / CLOSE
     known = np.array(["nanotron" in row["source"] for row in rows])
-    slower = 1 + (FULL_SLOWER - 1) * known / (1 + np.exp(-1.7 * sigmas))
-    return found.predicted * slower + known * nanotron.late_series(runs)
+    likely = replace(runs, polls=nanotron.POLL * (known & nanotron.likely_later(runs)))
+    waits = predict(rows, likely) - predict(rows, runs) + known * nanotron.slow_sums(runs)
+    return found.predicted + waits
 
 
 def memory(rows: Rows) -> list[str]:
@@ -179,13 +176,14 @@ def memory(rows: Rows) -> list[str]:
     if not rows:
         return []
     runs = points.runs(rows)
-    both = nanotron.held(runs)
     measured = np.array([float(row["peak_mem_GB"]) for row in rows])
-    guess, *ways = [
-        np.abs(each / GIB / measured - 1) for each in (nanotron.guessed(runs, both), *both)
-    ]
-    lines = ["memory of nanotron's first rank, whose backward gathers sequences again or not:"]
-    for name, size in (("as guessed", guess), ("the nearer of the two", np.minimum(*ways))):
+    later, earlier = [np.abs(each / GIB / measured - 1) for each in nanotron.held(runs)]
+    guess = np.where(nanotron.likely_later(runs), later, earlier)
+    lines = ["memory of nanotron's first rank, of the later or the earlier program:"]
+    for name, size in (
+        ("as guessed", guess),
+        ("the nearer of the two", np.minimum(later, earlier)),
+    ):
         share = (size < CLOSE).mean()
         lines.append(
             f"  {name}: {share:.1%} of {len(rows)} runs within {CLOSE:.0%}, {summary(size)}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron.small_files import read_text
 
+from . import nanotron
 from .machines import load
 from .step_time import Runs
 
@@ -252,4 +253,6 @@ def runs(rows: Sequence[Mapping[str, str]]) -> Runs:
     each = [_one(row) for row in rows]
     columns = {name: np.array([row[name] for row in each], float) for name in each[0]}
     columns["precision"] = columns["precision"].astype(int)
-    return Runs(**columns)
+    found = Runs(**columns)
+    known = np.array(["nanotron" in row["source"] for row in rows])
+    return replace(found, polls=nanotron.POLL * (known & nanotron.later(found)))

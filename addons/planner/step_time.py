@@ -72,7 +72,8 @@ class Runs:
     # head count as a layer each
     balanced: Numbers = 0
     messages: Numbers = 1.0  # collectives in which a layer's weights or gradients are shared
-    stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, where there are stages, too
+    stall: Numbers = 0.0  # seconds a layer and tensor-parallel rank, with stages or polls, too
+    polls: Numbers = 0.0  # seconds until a stage has seen a message for which it sleeps
     year: Numbers = 2026.5  # of its experts' kernels
     uneven: Numbers = 1.0  # tokens of the rank whose experts have most, of the mean
     sequence: Numbers = 1  # tensor-parallel ranks share what norms and residual stream pass, too
@@ -99,12 +100,19 @@ class Runs:
         return np.where(balanced == 2, self.first_layers, cut)
 
     @property
+    def products(self) -> Numbers:
+        """Multiplications of a token in one of nanotron's layers."""
+        return self.hidden * (4 * self.hidden + 3 * self.ffn)
+
+    @property
+    def share_of_stage(self) -> Numbers:
+        """Of nanotron's stages in products, of which the head is one, in layers."""
+        return (self.layers + self.vocab * self.hidden / self.products) / self.pp
+
+    @property
     def first_layers(self) -> Numbers:
-        """Layers of nanotron's first stage: a stage takes blocks until it has its share of all
-        products, of which the head is one."""
-        layer = self.hidden * (4 * self.hidden + 3 * self.ffn)
-        share = (self.layers + self.vocab * self.hidden / layer) / self.pp
-        return np.minimum(np.ceil(share - 1e-9), self.layers)
+        """Layers of nanotron's first stage: a stage takes blocks until it has its share."""
+        return np.minimum(np.ceil(self.share_of_stage - 1e-9), self.layers)
 
     @property
     def moe_layers(self) -> Numbers:
@@ -301,8 +309,7 @@ def _host(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
     """How long a stage of a GPU waits for a micro-batch's launches."""
     parallel = np.asarray(r.tp) > 1
     more = 1 + m["host_tp"] * parallel + m["host_experts"] * _aged(m, r)
-    stall = r.stall * r.tp * (parallel & (np.asarray(r.pp) > 1))
-    stall = stall * np.where(np.asarray(r.tp) > 2 * r.node, 2, 1)
+    stall = r.stall * r.tp * (parallel & ((np.asarray(r.pp) > 1) | (np.asarray(r.polls) > 0)))
     launched = m["host"] * r.host * more * (1 + r.again / 3) + stall
     return overlapped(busy, launched * r.of_stage, m["overlap"]) - busy
 
@@ -315,6 +322,13 @@ def _pipe(m: Mapping[str, Numbers], r: Runs) -> Numbers:
     # of several chunks' messages all but one hide behind another chunk
     seconds = 2 * (m["alpha_pipe"] + message / link)
     return np.where(np.asarray(r.pp) > 1, seconds, 0.0)
+
+
+def _polled(r: Runs) -> Numbers:
+    """What a step waits where stages sleep until they see a message: of a micro-batch two tensors
+    go on and a gradient comes back, at both ends of a stage that is between others."""
+    of_micro = np.where(np.asarray(r.pp) > 2, 6, 3) * (r.micro_batches - 1)
+    return np.where(np.asarray(r.pp) > 1, r.polls * (of_micro + 2 * r.pp), 0.0)
 
 
 def _data(m: Mapping[str, Numbers], r: Runs, busy: Numbers) -> Numbers:
@@ -385,7 +399,7 @@ def step_seconds(m: Mapping[str, Numbers], r: Runs) -> dict[str, Numbers]:
         "tensor parallel": tensor * micro,
         "context parallel": context * micro,
         "expert parallel": expert * micro,
-        "pipeline messages": pipe * micro,
+        "pipeline messages": pipe * micro + _polled(r),
         "host": host * micro,
         "bubble": idle,
         "data parallel": _data(m, r, busy + host + head),
