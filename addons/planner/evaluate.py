@@ -21,6 +21,7 @@ Rows = Sequence[Mapping[str, str]]
 Key = TypeVar("Key", bound=Hashable)
 HELD = 5.0  # as many runs of a system as its factor is held to 1 by
 CLOSE = 0.06  # of a run's memory, what a prediction may be off
+CLEARLY = 1.2  # a step tells a program where those of the two differ by as much
 LEAST_CELL = 10  # layouts of a cell of a sweep
 
 
@@ -160,14 +161,27 @@ def table(found: Comparison) -> list[str]:
     ]
 
 
+def _of_program(rows: Rows, runs: Runs, later: np.ndarray) -> np.ndarray:
+    """Seconds of nanotron's steps, of the later of its two programs where `later`."""
+    waiting = replace(runs, polls=nanotron.POLL * later)
+    return predict(rows, waiting) + nanotron.slow_sums(runs)
+
+
 def _expected(found: Comparison) -> np.ndarray:
     """Seconds of a step; of nanotron's runs by the likelier of its two programs."""
     rows = found.rows
     runs = points.runs(rows)
     known = np.array(["nanotron" in row["source"] for row in rows])
-    likely = replace(runs, polls=nanotron.POLL * (known & nanotron.likely_later(runs)))
-    waits = predict(rows, likely) - predict(rows, runs) + known * nanotron.slow_sums(runs)
-    return found.predicted + waits
+    return np.where(known, _of_program(rows, runs, nanotron.likely_later(runs)), found.predicted)
+
+
+def _told_by_step(rows: Rows, runs: Runs, likely: np.ndarray) -> np.ndarray:
+    """Which of nanotron's runs are of the later program: those whose measured step is nearer to
+    it, and the `likely` ones where the steps of both hardly differ."""
+    measured = np.array([float(row["step_s"]) for row in rows])
+    later, earlier = [_of_program(rows, runs, np.full(len(rows), which)) for which in (True, False)]
+    nearer = np.abs(np.log(later / measured)) < np.abs(np.log(earlier / measured))
+    return np.where(later > CLEARLY * earlier, nearer, likely)
 
 
 def memory(rows: Rows) -> list[str]:
@@ -178,10 +192,12 @@ def memory(rows: Rows) -> list[str]:
     runs = points.runs(rows)
     measured = np.array([float(row["peak_mem_GB"]) for row in rows])
     later, earlier = [np.abs(each / GIB / measured - 1) for each in nanotron.held(runs)]
-    guess = np.where(nanotron.likely_later(runs), later, earlier)
-    lines = ["memory of nanotron's first rank, of the later or the earlier program:"]
+    likely = nanotron.likely_later(runs)
+    told = _told_by_step(rows, runs, likely)
+    lines = ["memory of nanotron's first rank, by one of its two programs:"]
     for name, size in (
-        ("as guessed", guess),
+        ("the likelier for the layout", np.where(likely, later, earlier)),
+        ("the one that the run's step tells", np.where(told, later, earlier)),
         ("the nearer of the two", np.minimum(later, earlier)),
     ):
         share = (size < CLOSE).mean()

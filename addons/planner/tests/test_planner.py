@@ -271,6 +271,22 @@ def test_which_of_nanotrons_programs_a_run_had():
         assert run.polls[0] == (nanotron.POLL if expected[0] else 0)
 
 
+def test_a_runs_step_tells_its_program_and_so_its_memory():
+    """Of two runs of one layout the slow one had the later program; where both programs take as
+    long, the layout decides."""
+    layout = (8, 8, 8, 1, 1)
+    rows = [nanotron_row(ULTRA["3B"], layout, 1) | {"step_s": step} for step in ("41.8", "2.5")]
+    rows.append(nanotron_row(ULTRA["1B"], (1, 1, 8, 4, 1), 1) | {"step_s": "3.3"})
+    held = nanotron.held(points.runs(rows))
+    programs = (held.later, held.earlier, held.earlier)
+    for number, (row, program) in enumerate(zip(rows, programs, strict=True)):
+        row["peak_mem_GB"] = str(program[number] / 2**30)
+    told, nearer = evaluate.memory(rows)[-2:]
+    assert "100.0% of 3 runs" in told and "100.0% of 3 runs" in nearer
+    rows[0]["step_s"] = "2.5"
+    assert "66.7% of 3 runs" in evaluate.memory(rows)[-2]
+
+
 def test_nanotrons_stages_are_cut_by_products_with_the_head():
     # the head costs as much as 4 layers: 20 / 8 for each of 8 stages
     layers = [
@@ -288,8 +304,9 @@ def test_the_advice_on_many_nodes_shuns_what_waits_there():
             nanotron_row(ULTRA["3B"], (tp, pp, count // tp // pp, n, z), 1)
             for tp, pp, n, z in layouts
         ]
-        ones = np.ones(len(rows))
-        best, *others = evaluate._expected(evaluate.Comparison(rows, ones, ones))
+        predicted = evaluate.predict(rows)
+        found = evaluate.Comparison(rows, predicted, predicted)
+        best, *others = evaluate._expected(found) - predicted
         assert all((other > best + 0.5) == waits for other in others)
 
 
