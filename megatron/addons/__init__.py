@@ -24,8 +24,7 @@ def modules(name: str) -> list[str]:
     return [
         ".".join([__name__, *file.relative_to(folder).parts[:-1], name])
         for folder in map(Path, __path__)
-        for file in files(f"{name}.py")
-        if file.is_relative_to(folder)
+        for file in sorted(folder.glob(f"*/**/{name}.py"))
     ]
 
 
