@@ -11,7 +11,7 @@ import torch
 from megatron.model.gpt import GPTModel
 from megatron.parallel.collectives import all_reduce_
 from megatron.parallel.zigzag import my_chunks
-from megatron.training.batch import Batch, MicroBatch
+from megatron.training.batch import Batch, MicroBatch, masks_of
 from megatron.training.run import Run
 from megatron.training.step import ForwardStep, Losses
 
@@ -80,10 +80,15 @@ class Batches:
                 yield MicroBatch(tokens)
                 continue
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
-            positions = torch.arange(self._length).expand_as(inputs)
-            mask = self._rows(self._mask, number).contiguous().view(torch.int32).long()
-            rows = torch.stack((inputs, labels, positions, torch.zeros_like(inputs), mask), 1)
-            yield MicroBatch(rows, packed=True, counted=True)
+            counts, positions, _ = masks_of(MicroBatch(tokens), self._run.rules)
+            mask = self._rows(self._mask, number)
+            mask = mask.contiguous() if counts is None else mask * counts
+            restart = positions is not None
+            if positions is None:
+                positions = torch.arange(self._length).expand_as(inputs)
+            bits = mask.view(torch.int32).long()
+            rows = torch.stack((inputs, labels, positions, torch.zeros_like(inputs), bits), 1)
+            yield MicroBatch(rows, packed=True, counted=not restart)
 
     def forward_step(self, loss_fn: LossFunction, entropy: bool) -> ForwardStep:
         """What the step calls with each micro-batch and each chunk of the model."""

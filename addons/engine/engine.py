@@ -6,15 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from megatron import log, program
-from megatron.arguments import flags_of
+from megatron.arguments import Flag, flags_of
 from megatron.checkpoint.safetensors_file import row_major
 from megatron.config.command_line import CommandLine
+from megatron.config.data import DataConfig
 from megatron.config.script import Script
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.training import preflight, step
 from megatron.training.checkpointing import save
@@ -29,17 +31,20 @@ from .offloading import Offloaded, memory_of
 
 Flags = Sequence[str] | Mapping[str, Any]
 
-# what the loop of pretrain_gpt.py alone reads
+# What the loop of pretrain_gpt.py alone reads, beside the flags that name and order data.
 _OF_THE_LOOP = frozenset(
     ("eval_iters", "eval_interval", "start_eval_at_iter", "full_validation", "skip_train")
     + ("save_interval", "snapshot_interval", "snapshot_dir", "control_file")
     + ("non_persistent_ckpt_type", "non_persistent_local_ckpt_dir")
+    + ("replication", "replication_jump", "replication_factor")
     + ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
     + ("manual_gc", "manual_gc_interval", "manual_gc_eval")
     + ("train_range_to_skip", "iterations_to_skip")
     + ("log_interval", "metrics_file", "progress", "log_subsets", "log_accuracy")
-    + ("log_throughput", "timing_log_level", "timing_log_option")
+    + ("log_throughput", "log_params_norm", "timing_log_level", "timing_log_option")
 )
+# Of the flags of data, those that say what a batch's tokens mean.
+_OF_A_BATCH = frozenset(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"))
 
 
 def words_of(flags: Flags) -> list[str]:
@@ -73,11 +78,6 @@ class Engine:
         script = Script(self._refuse_data, datasets_provider=self._refuse_data)
         line = program.read_command_line(words_of(flags), script)
         _check(line.config)
-        if program.stages_of(line) != [line]:
-            raise ValueError(
-                "--stages, --phase-transition-iterations: not possible with Engine, which has no "
-                "data; omit them [engine-flag]"
-            )
         log.show_details(not line.config.logging.is_short)
         _note_loop(line)
         self._stack = ExitStack()
@@ -273,26 +273,43 @@ class Engine:
 
 
 def _note_loop(line: CommandLine) -> None:
-    """Say which flags have no effect. Raises ValueError for those of features that change the step
-    and have a part in the loop: one without the other keeps an average that nothing updates."""
+    """Say which flags have no effect. Raises ValueError for those that ask for other steps than an
+    engine makes."""
     flags = flags_of(type(line.config))
-    halved: list[str] = []
-    unread: list[str] = []
-    for flag in (flags[name] for name in line.typed if name in flags):
-        feature = type(getattr(line.config, flag.group))
-        if issubclass(feature, Feature) and feature.hooks is not Feature.hooks:
-            (unread if feature.built is Feature.built else halved).append(flag.spelling)
-        elif flag.name in _OF_THE_LOOP:
-            unread.append(flag.spelling)
-    if halved:
+    typed = [flags[name] for name in line.typed if name in flags]
+    by_verdict = {
+        verdict: [flag.spelling for flag in typed if verdict_on(flag, line.config) == verdict]
+        for verdict in ("refused", "noted")
+    }
+    if refused := by_verdict["refused"]:
         raise ValueError(
-            f"{', '.join(halved)}: not possible with Engine: a part of what it does is in the loop "
-            "of pretrain_gpt.py; omit it [engine-flag]"
+            f"{', '.join(refused)}: not possible with Engine: a part of what it does is in the "
+            "loop or the data of pretrain_gpt.py; omit it [engine-flag]"
         )
-    if unread:
+    if noted := by_verdict["noted"]:
         log.print_rank_0(
-            f"note: {', '.join(unread)}: of the loop of pretrain_gpt.py, without effect in Engine"
+            f"note: {', '.join(noted)}: of the loop of pretrain_gpt.py, without effect in Engine"
         )
+
+
+def verdict_on(flag: Flag, config: Config) -> Literal["taken", "noted", "refused"]:
+    """What an engine does with a typed flag. It refuses what changes steps by a part in the loop
+    (an average that nothing updates, losses by source) or samples, and what makes no steps."""
+    group = getattr(config, flag.group)
+    if not isinstance(group, Feature):
+        if flag.name == "dry_run":
+            return "refused"
+        of_data = hasattr(DataConfig, flag.name) and not hasattr(TokenizerConfig, flag.name)
+        unread = of_data and flag.name not in _OF_A_BATCH
+        return "noted" if unread or flag.name in _OF_THE_LOOP else "taken"
+    feature = type(group)
+    if feature.data_source is not Feature.data_source:
+        return "refused"
+    if feature.hooks is not Feature.hooks:
+        demands = group.demands(config)
+        changes = feature.built is not Feature.built or demands.subsets or demands.vetoes
+        return "refused" if changes else "noted"
+    return "taken" if feature.dry_run is Feature.dry_run else "refused"
 
 
 def _check(config: Config) -> None:

@@ -341,3 +341,23 @@ def test_flags_by_name():
 
     flags = {"num_layers": 2, "bf16": True, "swiglu": False, "save": None, "betas": (0.9, 0.95)}
     assert words_of(flags) == "--num-layers 2 --bf16 --betas 0.9 0.95".split()
+
+
+# --- what the ends of documents mean
+
+
+@pytest.mark.parametrize("kind", ["--reset-position-ids", "--eod-mask-loss"])
+def test_a_mask_of_ones_changes_nothing(kind):
+    """With a loss mask, positions and losses are still what the flags say."""
+    words = [*WORDS, kind]
+    with quiet(Engine, words) as engine:
+        vocabulary = engine.run.plan.vocab_size
+        tokens = torch.arange(engine.rows * 33).view(engine.rows, 33) * 7 % vocabulary
+        tokens[:, 5::9] = engine.run.rules.eod
+        found = []
+        for more in ({}, {"loss_mask": torch.ones(engine.rows, 32)}):
+            engine.forward_backward({"tokens": tokens, **more}, cross_entropy)
+            result = engine.run.buffers.flat.double().norm().item()
+            engine._gradients = None
+            found.append(result)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
