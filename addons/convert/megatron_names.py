@@ -65,6 +65,7 @@ _RENAMED = {
     "layernorm_epsilon": "norm_epsilon",  # until September 2023, since core 0.16, DeepSpeed
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",  # since core 0.16
     "rope_theta": "rotary_base",  # DeepSpeed
+    "rotary_position_embeddings_theta": "rotary_base",  # of a fork
 }
 # What the older model (language_model.*) does not read, and what it computes with.
 _LEGACY_FIXED = {
@@ -256,10 +257,10 @@ def flags_from(
     renamed = _renamed(args, source, overrides, problems) | dict(overrides)
     if kind == "legacy":
         problems += [
-            f"{source}: {name} {args[name]!r}: the older model computes with {fixed!r} whatever "
+            f"{source}: {name} {value!r}: the older model computes with {fixed!r} whatever "
             f"this says; give --args FILE with {_flag(name)} [config-key-not-supported]"
             for name, fixed in _LEGACY_FIXED.items()
-            if args.get(name) not in (None, fixed) and name not in overrides
+            if (value := renamed.get(name)) not in (None, fixed) and name not in overrides
         ]
     problems += _refused(renamed, source, ignored)
     flags = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.arguments import ForeignFlags, Parser, ReadAs, parse
+from megatron.arguments import ForeignFlags, Parser, ReadAs, flags_of, parse
+from megatron.config.tree import Config
 
 from . import flags as compat
 from .deepspeed import read_deepspeed
@@ -65,11 +66,16 @@ def refused() -> dict[str, list[str]]:
 
 
 def changes_nothing(name: str, value: Any) -> bool:
-    """Whether an argument of this name is known, and not refused with this value."""
+    """Whether an argument of this name is known, and not with this value refused or read as a flag
+    that makes it another model."""
     flag = compat.FOREIGN.get(name)
-    if name == "enable_gpt_oss" and value:  # a checkpoint may be of ModelOpt's model
+    if flag is None or name == "enable_gpt_oss" and value:  # a checkpoint may be of ModelOpt's
         return False
-    return flag is not None and (flag.verdict != compat.REFUSED or flag.shown(value) is None)
+    if flag.shown(value) is None:
+        return True
+    words = flag.text.split() if flag.verdict == compat.READ_AS else ()
+    of_model = any(own.trained and own.spelling in words for own in flags_of(Config).values())
+    return flag.verdict != compat.REFUSED and not of_model
 
 
 def argument_table(values: dict[str, Any], foreign: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,13 @@ def test_what_the_model_is_made_of_is_read_in_every_release(letters, args, model
         assert {name: getattr(found, name) for name in model} == model, letter
 
 
+@pytest.mark.parametrize("name", ["rope_theta", "rotary_position_embeddings_theta"])
+def test_a_base_by_another_name_is_that_of_the_model(name):
+    """... that has one: the older model computes with 10000."""
+    assert read("E", position_embedding_type="rope", **{name: 50000}).rotary_base == 50000
+    assert UNSUPPORTED in refusal("A", **{name: 50000})
+
+
 REFUSED = {
     "qk_l2_norm": True,
     "spec": ["a", "b"],

@@ -409,6 +409,26 @@ def test_gpt_oss_without_modelopt_is_what_the_other_flags_say():
     assert not changes_nothing("enable_gpt_oss", True) and changes_nothing("enable_gpt_oss", False)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [
+        ("rotary_position_embeddings_theta", 50000, False),
+        ("layernorm_epsilon", 0.1, False),
+        ("num_key_value_heads", 2, False),
+        ("attention_head_type", "multiquery", False),
+        ("attention_head_type", "multihead", True),
+        ("rotary_position_embeddings_theta", None, True),
+        ("checkpoint_num_layers", 2, True),
+        ("zero_stage", 3, True),
+        ("load_iteration", 7, True),
+        ("train_tokens", 10**9, True),
+    ],
+)
+def test_an_argument_that_is_read_as_a_flag_of_the_model_changes_it(name, value, nothing):
+    """A checkpoint of such arguments must not be read as if they were not there."""
+    assert changes_nothing(name, value) is nothing
+
+
 def test_the_tokenizer_of_bigcode(tmp_path):
     for kind in ("TokenizerFromFile", "HuggingFaceTokenizer"):
         words = ["--tokenizer-type", kind, "--tokenizer-file", "x/tokenizer.json", "--dry-run"]
