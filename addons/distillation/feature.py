@@ -70,13 +70,14 @@ class DistillationConfig(Feature):
             )
 
     def demands(self, config: Config) -> Demands:
-        """Memory of the teacher, if it is on this machine."""
+        """Memory and operations of the teacher, if it is on this machine."""
         if self.export_kd_teacher_load is None:
             return Demands()
-        from .teacher import memory
+        from .teacher import flops, memory
 
         path = self.export_kd_teacher_load
-        return Demands(other_models=partial(memory, path, self.settings, config))
+        nbytes = partial(memory, path, self.settings, config)
+        return Demands(other_models={"teacher": nbytes}, other_flops=partial(flops, path, config))
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
         """The teacher, and what it takes."""
@@ -84,7 +85,7 @@ class DistillationConfig(Feature):
             from .teacher import described
 
             last = len(plan.layers_per_stage) - 1
-            nbytes = self.demands(line.config).other_models(plan, last)
+            nbytes = self.demands(line.config).other_models["teacher"](plan, last)
             yield described(self.export_kd_teacher_load, nbytes, line.config, plan)
 
     def built(self, run: Run) -> None:

@@ -19,7 +19,7 @@ from megatron.config.load_order import newest_with_good_args
 from megatron.config.model import ModelConfig
 from megatron.config.plan.costs import MicroBatchSizes
 from megatron.config.plan.parameters import count_parameters, parameter_table
-from megatron.config.plan.plan import BYTES, Plan, layer_split
+from megatron.config.plan.plan import BYTES, Plan, layer_split, rank_axes
 from megatron.config.run_directory import ARGS, STATE, vouched_file
 from megatron.config.tree import Config
 from megatron.problems import Problems
@@ -239,14 +239,19 @@ def memory(
 
 def weight_bytes(teacher: Config, plan: Plan) -> int:
     """Of its weights on a rank of the last stage."""
-    p = teacher.parallel
-    axes = {
-        "tp": p.tensor_model_parallel_size,
-        "ep": p.expert_model_parallel_size,
-        "etp": p.expert_tensor_parallel,
-    }
     table = parameter_table(teacher.model, plan.padded_vocab_size, plan.vocab_size)
-    return count_parameters(table, axes) * BYTES[teacher.precision.params_dtype]
+    return count_parameters(table, rank_axes(teacher)) * BYTES[teacher.precision.params_dtype]
+
+
+def flops(path: str, config: Config, plan: Plan) -> int:
+    """Operations of its forward pass for a sample."""
+    saved = saved_in(path)
+    if saved is None:
+        return 0
+    from megatron.training.logging.flops import count_flops
+
+    teacher = as_teacher(config, saved.config).model
+    return count_flops(teacher, plan.padded_vocab_size).forward * teacher.seq_length
 
 
 def described(path: str, nbytes: int, config: Config, plan: Plan) -> str:
@@ -254,15 +259,14 @@ def described(path: str, nbytes: int, config: Config, plan: Plan) -> str:
     saved = saved_in(path)
     if saved is None:
         return f"teacher ({FLAG} {path}): not on this machine; the plan is without it"
-    from megatron.training.logging.flops import count_flops
+    from megatron.training.logging.flops import flops_per_sample
 
     teacher = as_teacher(config, saved.config)
     size = count_parameters(parameter_table(teacher.model, plan.padded_vocab_size, plan.vocab_size))
-    own = count_flops(config.model, plan.padded_vocab_size).model
-    more = count_flops(teacher.model, plan.padded_vocab_size).forward / own
+    share = flops(path, config, plan) / flops_per_sample(config, plan)
     return (
         f"teacher ({FLAG} {path}): iteration {saved.state.iteration}, {size:,} parameters; "
         f"{nbytes:,} bytes per rank of the last stage, of them "
-        f"{weight_bytes(teacher, plan):,} of weights; its forward pass is {100 * more:.0f} % of "
-        "the model's FLOPs, and TFLOP/s do not count it"
+        f"{weight_bytes(teacher, plan):,} of weights; its forward pass is {100 * share:.0f} % of "
+        "the FLOPs that TFLOP/s count"
     )

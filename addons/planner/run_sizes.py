@@ -70,5 +70,6 @@ def sizes(config: Config, plan: Plan, machine: Machine) -> Runs:
         balanced=p.account_for_loss_in_pipeline_split
         * (3 if p.account_for_embedding_in_pipeline_split else 1),
         messages=0.2,
+        frozen=sum(demands.other_flops(plan) for demands in config.demands) / m.seq_length,
         sequence=int(p.sequence_parallel),
     )

@@ -76,6 +76,7 @@ class Runs:
     polls: Numbers = 0.0  # seconds until a stage has seen a message for which it sleeps
     year: Numbers = 2026.5  # of its experts' kernels
     uneven: Numbers = 1.0  # tokens of the rank whose experts have most, of the mean
+    frozen: Numbers = 0.0  # operations for a token of models beside the last stage: forward alone
     sequence: Numbers = 1  # tensor-parallel ranks share what norms and residual stream pass, too
 
     @property
@@ -159,7 +160,7 @@ def flops(r: Runs, causal: bool = True) -> Numbers:
     active = dense + r.moe_layers * width * r.hidden * r.moe_ffn * r.topk + embedding
     keys = r.keys if causal else 2 * r.keys
     core = 2 * r.layers * keys * r.heads * (r.head_dim + r.value_dim)
-    return (6 * active + 3 * core) * r.batch * r.seq / (r.dp * r.tp * r.pp * r.cp)
+    return (6 * active + 3 * core + r.frozen) * r.batch * r.seq / (r.dp * r.tp * r.pp * r.cp)
 
 
 def _gemm(
@@ -382,6 +383,7 @@ def step_seconds(m: Mapping[str, Numbers], r: Runs) -> dict[str, Numbers]:
     pipe = _pipe(m, r)
     forward, backward = _layer(m, r.tokens, r.vocab / r.tp, r.hidden, plain)
     head = r.losses * (forward + backward + r.tokens * r.vocab / r.tp * m["logits"] / hbm)
+    head = head + r.frozen * r.tokens / r.tp / plain
     # the last stage has the head, which the others wait for unless it has fewer layers
     stage = busy + host + pipe
     balanced = np.asarray(r.balanced) > 0

@@ -102,8 +102,7 @@ class PartReader(Reader):
         self._covered = set(manifest.tensors)  # a part covers no tensor
 
     def read_later(self, name: str, box: Box | None, into: torch.Tensor) -> None:
-        record = self._record(name)
-        boxes = [chunk.box for chunk in record.chunks]
+        boxes = [chunk.box for chunk in self._record(name).chunks]
         if box is None or volume(box) and box not in boxes:
             raise CheckpointError(
                 f"{self.directory}, tensor {name}: the flags divide it in another way than those "

@@ -98,12 +98,6 @@ class ModelConfig(ModelFlags):
         return counts
 
     @property
-    def idle_parameters(self) -> int:
-        """How many parameters compute nothing of a token: those of experts that are not
-        selected."""
-        return sum(layers * block.idle() for block, layers in self.blocks.items())
-
-    @property
     def blocks_text(self) -> str:
         """The blocks in words, with the number of layers where not all have it."""
         counts: Counter[str] = Counter()
@@ -135,7 +129,6 @@ def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     if model.mtp_num_layers:
         from megatron.model.blocks.mtp.facts import MTPLayerSpec, Projection
 
-        inner = layers.pop()
-        behind = MTPLayerSpec(**vars(inner), projection=Projection(model))
+        behind = MTPLayerSpec(**vars(layers.pop()), projection=Projection(model))
         layers += [behind] * len(model.mtp_layers)
     return tuple(layers)

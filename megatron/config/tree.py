@@ -29,8 +29,10 @@ class Demands:
     # averages of the main weights: a rank has as much of them, and a checkpoint
     averages: int = 0
     averages_on_host: bool = False  # and not on the device
-    # bytes of other models, and of what they compute, on a device, by `Plan` and pipeline stage
-    other_models: Callable[[Any, int], int] = lambda plan, stage: 0
+    # by the names of other models their bytes, with what they compute, on a device, by `Plan` and
+    # pipeline stage; and the operations of all of them for a sample, by `Plan`
+    other_models: Mapping[str, Callable[[Any, int], int]] = field(default_factory=dict)
+    other_flops: Callable[[Any], int] = lambda plan: 0
     profile_folder: str | None = None  # where it shows profiles
     # the flags that ask for the largest attention scores of a step
     scores: tuple[str, ...] = ()
@@ -77,6 +79,11 @@ class Config:
         """Those of its features."""
         groups = vars(self).values()
         return [group.demands(self) for group in groups if isinstance(group, HasDemands)]
+
+    @property
+    def other_models(self) -> dict[str, Callable[[Any, int], int]]:
+        """Those beside the model, as `Demands` has them."""
+        return {name: size for one in self.demands for name, size in one.other_models.items()}
 
     @property
     def needs_subsets(self) -> bool:

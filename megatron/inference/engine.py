@@ -191,8 +191,9 @@ class Engine:
                 new += self._choose(logits.unsqueeze(1), {0: generation})
             if self._heads and generation in self._running:
                 row = self._running.index(generation)
-                read = generation.tokens, generation.cached
-                (generation.drafts,) = self._heads.draft([read], row)
+                (generation.drafts,) = self._heads.draft(
+                    [(generation.tokens, generation.cached)], row
+                )
         return new
 
     def _shorten(self, generation: Generation) -> None:

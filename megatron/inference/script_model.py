@@ -70,8 +70,7 @@ def check_cache(model: GPTModel) -> None:
     count = min(TRIED, model.max_positions)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.vocab_size, (1, count), generator=generator).tolist()
-    device = next(model.parameters()).device
-    expected = model(torch.tensor(tokens, device=device))[0]
+    expected = model(torch.tensor(tokens, device=next(model.parameters()).device))[0]
     try:
         cached = CachedModel(copy.deepcopy(model), 1, count)
         logits = [cached.forward([tokens[0][:1]], [0])[0]]

@@ -48,8 +48,7 @@ class TextStream:
         """What is left when no token comes any more."""
         if self.stopped:
             return ""
-        text = self._detokenize(self._ids)[len(self._text) :]
-        shown = self._release(text)
+        shown = self._release(self._detokenize(self._ids)[len(self._text) :])
         if self.stopped:
             return shown
         shown += self._held

@@ -234,7 +234,7 @@ class _Linear(torch.autograd.Function):
         accumulate_bias_into: Tensor | None,
         tp_comm: TpComm | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # No views of them: torch.compile keeps what is set here without checking its version, but
         # of a view it keeps the base with the check, and all main_grads are one buffer's.
         ctx.accumulate_into = accumulate_into
@@ -255,8 +255,8 @@ class _Linear(torch.autograd.Function):
         if needs_bias:
             total = ctx.accumulate_bias_into
             grad_bias = _bias_grad(rows, None if total is None else total.flatten())
-        if rows.dtype != x.dtype or x.dtype in LOW_PRECISION:
-            dtype = compute_dtype(x)
+        if rows.dtype != weight.dtype or weight.dtype in LOW_PRECISION:
+            dtype = compute_dtype(weight)
             if rows.dtype != dtype and len(_column_blocks(*rows.shape)) == 1:
                 rows = rows.to(dtype)  # once for both GEMMs
         if needs_x:

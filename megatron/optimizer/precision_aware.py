@@ -126,8 +126,7 @@ def convert(name: str, saved: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     key = moment_of(name)
     if key is None or saved.dtype == dtype:
         return saved.to(dtype)
-    wide = torch.promote_types(saved.dtype, torch.float32)
-    values = widen(key, saved, wide)
+    values = widen(key, saved, torch.promote_types(saved.dtype, torch.float32))
     if dtype.itemsize >= 4:
         return values.to(dtype)
     converted = torch.empty_like(values, dtype=dtype)

@@ -111,8 +111,7 @@ class ShardedBuffers(GradBuffers):
     def _place(self, params: list[Parameter], dtype: torch.dtype, spans: Spans | None) -> Placed:
         assert spans is not None, "without shards there are plain GradBuffers"
         ranges = self._ranges()
-        size = sum(ranges) if self.frees_weights else self.layout.size
-        weights = self._like.new_zeros(size)
+        weights = self._like.new_zeros(sum(ranges) if self.frees_weights else self.layout.size)
         if self.frees_weights:
             parts = list(weights.split(ranges))
         else:

@@ -209,8 +209,7 @@ class _ParallelLinear(LinearLayer):
     ) -> Self:
         """The layer of this name, with a bias where the table of parameters has one."""
         weight = params(f"{name}.weight")
-        bias = params.optional(f"{name}.bias")
-        return cls(weight, bias, ctx, params.scaling(name), kernels)
+        return cls(weight, params.optional(f"{name}.bias"), ctx, params.scaling(name), kernels)
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -241,7 +241,6 @@ def draw_values(sharding: Sharding, seed: int) -> torch.Tensor:
     assert sharding.init == "xavier_uniform", (
         f"{sharding.name}: no such initialisation as {sharding.init!r}"
     )
-    fan_in = sharding.shape[-1]
-    fan_out = math.prod((rows, *sharding.shape[1:-1]))
-    bound = math.sqrt(6.0 / (fan_in + fan_out))
+    fans = sharding.shape[-1] + math.prod((rows, *sharding.shape[1:-1]))
+    bound = math.sqrt(6.0 / fans)
     return values.uniform_(-bound, bound, generator=generator)

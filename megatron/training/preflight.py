@@ -99,9 +99,8 @@ def _state(folder: Path | None) -> RunState | None:
 def _folder(line: CommandLine) -> Path | None:
     """The checkpoint on this machine that the run loads."""
     c = line.config.checkpoint
-    fetched = line.load_url or line.snapshot_url  # what is newest is known when it is here
-    if c.load is None or fetched:
-        return None
+    if c.load is None or line.load_url or line.snapshot_url:
+        return None  # or what is newest is known when it is here
     from megatron.config.load_order import newest_with_good_args
 
     return newest_with_good_args(c.load, c.ckpt_step, c.slots_of(c.load))
@@ -130,8 +129,7 @@ def _of_resume(line: CommandLine, plan: Plan, tokenizer: Tokenizer | None) -> It
     and counters of the checkpoint that would be loaded, records of skipped iterations. Raises
     CheckpointError for records that cannot be read."""
     yield from one_history.problems(line)
-    c = line.config.checkpoint
-    folder = None if c.finetune else _folder(line)
+    folder = None if line.config.checkpoint.finetune else _folder(line)
     state = _state(folder)
     if folder is not None:
         from megatron.training.checkpointing.resume_checks import of_checkpoint

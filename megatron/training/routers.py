@@ -92,6 +92,5 @@ def _layers(m: ModelConfig, totals: Totals) -> list[LayerSums]:
     layers = []
     for number, layer in enumerate(m.moe_layers):
         row = totals.routers[number * size : (number + 1) * size]
-        sums = dict(zip(ROUTER_SUMS, row, strict=False))
-        layers.append(LayerSums(layer, sums, row[names:]))
+        layers.append(LayerSums(layer, dict(zip(ROUTER_SUMS, row, strict=False)), row[names:]))
     return layers

@@ -26,8 +26,7 @@ def weight_hashes(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """
     sums = []
     for parameter in parameters:
-        bits = parameter.detach().view(_INTEGERS[parameter.itemsize])
-        wide = bits.to(torch.int64)
+        wide = parameter.detach().view(_INTEGERS[parameter.itemsize]).to(torch.int64)
         sums.append(torch.stack([wide.sum(), (wide * wide).sum()]))
     return [tuple(pair) for pair in torch.stack(sums).tolist()] if sums else []
 

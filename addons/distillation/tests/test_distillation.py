@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.addons.distillation.loss import divergence
 from megatron.addons.distillation.settings import read
@@ -18,6 +19,7 @@ from megatron.training.batch import MicroBatch
 from megatron.training.build import build_run, make_tokenizer
 from megatron.training.checkpointing.save import save_checkpoint
 from megatron.training.launch.initialize import Runtime
+from megatron.training.logging.flops import flops_per_sample
 from megatron.training.run import Run
 from megatron.training.step import train_step
 from pretrain_gpt import forward_step
@@ -259,7 +261,7 @@ def test_the_plan_has_the_memory_of_the_teacher(tmp_path):
         train_step(run, forward_step, map(MicroBatch, rows.split(2)), 1)
         with LiveMemory() as memory:
             train_step(run, forward_step, map(MicroBatch, rows.split(2)), 2)
-        return fit.fullest(run.config, run.plan).kinds["other models"], memory.peak
+        return fit.fullest(run.config, run.plan).kinds.get("teacher", 0), memory.peak
 
     weights = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
     nothing, plain = peak()
@@ -267,6 +269,19 @@ def test_the_plan_has_the_memory_of_the_teacher(tmp_path):
     for more in ([], ["--export-kd-cfg", str(tmp_path / "kd.yaml")]):
         planned, measured = peak(*load, *more)
         assert planned - weights == pytest.approx(measured - plain, rel=0.05)
+
+
+def test_the_throughput_counts_the_teachers_forward(tmp_path):
+    """... which torch counts, too."""
+    flags = [*NO_DROPOUT, "--tokenizer-type", "NullTokenizer", "--vocab-size", "512", "--fp64"]
+    flags = with_flags([*flags, "--attention-backend", "unfused"], "--seq-length", "32")
+    save_checkpoint(built(*flags, "--num-layers", "3", "--save", str(tmp_path / "teacher")))
+    rows = torch.randint(0, 500, (8, 33))
+    for load in ([], ["--export-kd-teacher-load", str(tmp_path / "teacher")]):
+        run = built(*flags, *load)
+        with FlopCounterMode(display=False) as counter:
+            train_step(run, forward_step, map(MicroBatch, rows.split(2)), 1)
+        assert flops_per_sample(run.config, run.plan) * 8 == counter.get_total_flops()
 
 
 @pytest.mark.parametrize(

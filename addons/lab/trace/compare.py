@@ -126,7 +126,8 @@ def sent(trace: RankTrace) -> dict[str, int]:
 def figures(config: Config, plan: Plan, trace: RankTrace) -> list[Figure]:
     """Memory by kind and bytes sent by kind of parallelism, each with the plan's figure."""
     planned = bytes_per_rank(config, plan, trace.stage)
-    planned.pop("other models", None)  # which are not traced
+    for name in config.other_models:  # which are not traced
+        del planned[name]
     held = activations(config, plan, trace.stage)
     peaks = trace.kind_peaks
     states = planned["main weights"] + planned["optimizer moments"] + planned["FP8 scales"]

@@ -6,16 +6,22 @@ no scores, dropout no masks). Tests measure it in real runs.
 
 from __future__ import annotations
 
-import math
-from itertools import islice
+import re
+from itertools import accumulate, islice
 from typing import NamedTuple
 
-from megatron.config.plan.plan import BYTES, Plan, fp8_layers
+from megatron.config.plan.parameter_spec import ParameterSpec
+from megatron.config.plan.parameters import MTP_PREFIX, count_parameters, head_weight
+from megatron.config.plan.plan import BYTES, Plan, fp8_layers, rank_axes
 from megatron.config.tree import Config
 
 IDS = 8  # bytes of a token id
 # Logits that the loss takes at a time, on a CPU and elsewhere (kernels/cross_entropy.py).
 LOSS_BLOCKS = (1 << 19, 1 << 26)
+# Matrices whose input the core, another matrix or a router keeps, too.
+_KEPT_ELSEWHERE = re.compile(
+    r"(\.linear_proj|q_down_proj|\.experts\.\w+|shared_experts\.linear_fc1)\.weight$"
+)
 
 
 class MicroBatchSizes:
@@ -40,6 +46,8 @@ class MicroBatchSizes:
         self.residual = self.wide if m.fp32_residual_connection else self.itemsize
         self.hidden = m.hidden_size
         self.vocab = plan.padded_vocab_size // self.tp
+        head = head_weight(m)
+        self.trains_head = not any(spec.frozen for spec in plan.parameters if spec.name == head)
         self.loss = 2 if config.precision.fp16_lm_cross_entropy else self.wide
         # Row-blocked kernels keep less than torch's own.
         self.on_cpu = config.training.on_cpu
@@ -64,12 +72,18 @@ class MicroBatchSizes:
         gathered = self.tokens + self.rows if self.sequence else 0
         return self.itemsize * (weight + (self.tokens + gathered) * inputs)
 
+    def matrix_input(self, spec: ParameterSpec) -> int:
+        """Bytes of its input that a frozen matrix does not keep, and nothing else."""
+        plain = not (self.config.training.recomputed_modules or self.config.precision.fp8)
+        if not (plain and spec.frozen and spec.matrices) or _KEPT_ELSEWHERE.search(spec.name):
+            return 0
+        rows = self.tokens if ("tp", 1) in spec.splits else self.rows
+        return rows * spec.local_shape({"tp": self.tp})[-1] * self.itemsize
+
     def head(self) -> int:
         """Final norm, output layer and loss: above all the logits."""
-        nbytes = (
-            self.norm(self.rows, self.hidden, self.residual)
-            + self.rows * self.hidden * self.itemsize
-        )
+        nbytes = self.norm(self.rows, self.hidden, self.residual)
+        nbytes += self.rows * self.hidden * self.itemsize * self.trains_head
         nbytes += self.tokens * (self.vocab * self.itemsize + IDS + self.loss)
         return nbytes + (self.tokens * (1 + self.loss) if self.tp > 1 else 0)
 
@@ -117,18 +131,28 @@ class Activations(NamedTuple):
 
 
 def chunk_activations(config: Config, plan: Plan, layers: range) -> int:
-    """Bytes that these layers of one micro-batch keep between forward and backward."""
+    """Bytes that these layers of one micro-batch keep between forward and backward; nothing of what
+    comes before all trained weights, unless its input is from another stage and has a gradient."""
     sizes = MicroBatchSizes(config, plan)
     runs = config.training.recomputed_runs(len(layers))
-    kept = config.model.layer_counts(layers[sum(runs) :])
-    nbytes = sum(count * spec.saved(sizes) for spec, count in kept.items())
-    return nbytes + len(runs) * sizes.rows * sizes.hidden * sizes.residual
+    begins = layers == plan.layers_per_stage[0][0]
+    first = plan.first_trained if begins else 0
+    kept = layers[max(sum(runs), first) :]
+    counts = config.model.layer_counts(kept).items()
+    nbytes = sum(count * spec.saved(sizes) for spec, count in counts)
+    nbytes -= sum(sizes.matrix_input(p) for p in plan.parameters if p.layer in kept)
+    if begins and first in kept and "mlp" in plan.trained[0].name:
+        mixer = config.model.layer(first).mixer
+        nbytes -= sizes.norm(sizes.rows, sizes.hidden, sizes.residual)
+        nbytes -= mixer.saved(sizes) if mixer else 0
+    inputs = sum(end > first for end in accumulate(runs))
+    return nbytes + inputs * sizes.rows * sizes.hidden * sizes.residual
 
 
 def embedding_activations(config: Config, plan: Plan) -> int:
     """Bytes that the embedding of one micro-batch keeps: which tokens' rows are this rank's."""
     sizes = MicroBatchSizes(config, plan)
-    return sizes.tokens * (IDS + 1) if sizes.tp > 1 else 0
+    return sizes.tokens * (IDS + 1) if sizes.tp > 1 and plan.parameters[0].trained else 0
 
 
 def fp8_weights(config: Config, plan: Plan, stage: int, by_library: bool = False) -> int:
@@ -137,17 +161,8 @@ def fp8_weights(config: Config, plan: Plan, stage: int, by_library: bool = False
     Engine's (`by_library`) are made in each forward and kept for its backward, with every
     micro-batch: its module/linear.py (2.20.2) saves what it has quantized by rows and, for the
     gradient of the input, by columns."""
-    p = config.parallel
     layers = fp8_layers(config, plan, stage, by_library)
-    if not layers:
-        return 0
-    axes = {
-        "tp": p.tensor_model_parallel_size,
-        "ep": p.expert_model_parallel_size,
-        "etp": p.expert_tensor_parallel,
-    }
-    elements = sum(math.prod(spec.local_shape(axes)) for spec in layers)
-    return elements * (1 if config.training.on_cpu else 2)
+    return count_parameters(layers, rank_axes(config)) * (1 if config.training.on_cpu else 2)
 
 
 def activations(config: Config, plan: Plan, stage: int) -> Activations:
@@ -181,6 +196,7 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     if final:
         specs += map(config.model.layer, plan.behind)
         behind = sum(config.model.layer(number).saved(sizes) for number in plan.behind)
+        behind -= sum(sizes.matrix_input(p) for p in plan.parameters if MTP_PREFIX in p.name)
     if last:
         head = (1 + len(plan.behind)) * sizes.head() + behind
     else:
@@ -189,7 +205,7 @@ def activations(config: Config, plan: Plan, stage: int) -> Activations:
     if head:
         more = max(sizes.linear_backward(sizes.vocab, sizes.hidden), sizes.loss_scratch())
         backward = max(backward, head + more)
-    if first:  # its layers' activations are freed by then
+    if first and plan.parameters[0].trained:  # its layers' activations are freed by then
         backward = max(backward, sizes.embedding_backward() - micro_batch)
     moving *= sizes.rows * sizes.hidden * sizes.residual
     if final != last:  # those of the layers behind the decoder, too

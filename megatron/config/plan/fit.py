@@ -39,7 +39,7 @@ def fullest(config: Config, plan: Plan) -> RankMemory:
             "gradients": state["gradients"],
             "optimizer": state["main weights"] + state["optimizer moments"] + state["FP8 scales"],
             "whole units": state.get("whole units", 0),
-            "other models": state.get("other models", 0),
+            **{name: state[name] for name in config.other_models},
             "activations": activations(config, plan, stage).total,
         }
         ranks.append(RankMemory(stage, kinds))
@@ -49,7 +49,7 @@ def fullest(config: Config, plan: Plan) -> RankMemory:
 def state_of_a_rank(config: Config, plan: Plan) -> int:
     """Bytes that a rank holds of what a checkpoint has, at most."""
     states = (bytes_per_rank(config, plan, stage) for stage in range(len(plan.layers_per_stage)))
-    unsaved = ("gradients", "whole units", "other models")
+    unsaved = ("gradients", "whole units", *config.other_models)
     return max(sum(size for kind, size in state.items() if kind not in unsaved) for state in states)
 
 

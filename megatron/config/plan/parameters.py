@@ -91,6 +91,18 @@ def parameter_table(
     return table
 
 
+def head_weight(model: ModelConfig) -> str:
+    """The name of the output layer's matrix."""
+    return WORD_EMBEDDING if model.tied else OUTPUT_LAYER
+
+
+def active_size(model: ModelConfig, spec: ParameterSpec) -> int:
+    """How many of its elements compute a token: of experts those that its router selects."""
+    if "ep" not in dict(spec.splits):
+        return spec.size
+    return spec.size * model.moe_router_topk // model.experts
+
+
 def freeze(table: Sequence[ParameterSpec], train_only: Sequence[str]) -> list[ParameterSpec]:
     """The table with all frozen whose names match none of the globs; without globs nothing is.
     Raises ValueError for a glob that matches no name, and where nothing is left to train."""

@@ -3,6 +3,7 @@ vocabulary size."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from megatron.config.plan.buckets import Assign, Partition, Shared
 from megatron.config.plan.parameters import (
     Chunk,
     ParameterSpec,
+    active_size,
     count_parameters,
     freeze,
     parameter_table,
@@ -85,6 +87,14 @@ class Plan:
     def trained(self) -> list[ParameterSpec]:
         """Those that the optimizer updates."""
         return [p for p in self.parameters if p.trained]
+
+    @property
+    def first_trained(self) -> int:
+        """The decoder's layer with the first trained parameter; those before it have no backward.
+        0 also where the embedding is trained."""
+        part, number = buckets.unit_of(self.trained[0].name)
+        behind = sum(map(len, itertools.chain(*self.layers_per_stage)))
+        return {"embedding": 0, "decoder": number}.get(part, behind)
 
     def chunks(self, stage: int) -> list[Chunk]:
         """What a pipeline stage has of the model: virtual stage c x stages + s is its chunk c."""
@@ -279,17 +289,18 @@ def make_plan(config: Config, world_size: int, vocab_size: int) -> Plan:
         layers_per_stage=layer_split(config),
         behind=config.model.mtp_layers,
         apart=is_apart(config),
-        num_idle=config.model.idle_parameters,
+        num_idle=sum(spec.size - active_size(config.model, spec) for spec in parameters),
     )
 
 
 def parameters_per_rank(config: Config, plan: Plan, stage: int = 0) -> int:
     """Parameters on each tensor-parallel rank of a pipeline stage, padded vocabulary rows
     included."""
-    return count_parameters(plan.parameters_of(stage), _axes(config))
+    return count_parameters(plan.parameters_of(stage), rank_axes(config))
 
 
-def _axes(config: Config) -> dict[str, int]:
+def rank_axes(config: Config) -> dict[str, int]:
+    """Sizes of the axes over which parameters are split."""
     p = config.parallel
     return {
         "tp": p.tensor_model_parallel_size,
@@ -308,7 +319,7 @@ def bucket_size(config: Config, plan: Plan, stage: int = 0) -> int | None:
         return None
     if p.ddp_num_buckets is not None:
         trained = [spec for spec in plan.parameters_of(stage) if spec.trained]
-        return -(-count_parameters(trained, _axes(config)) // p.ddp_num_buckets)
+        return -(-count_parameters(trained, rank_axes(config)) // p.ddp_num_buckets)
     if p.ddp_bucket_size is None and (p.overlap_grad_reduce or p.shares_optimizer):
         return max(
             buckets.DEFAULT_ELEMENTS, 1_000_000 * plan.data_parallel_size * p.context_parallel_size
@@ -355,7 +366,7 @@ def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
 
 
 def _stage_axes(config: Config) -> dict[str, int]:
-    return {**_axes(config), "ends": len(embedding_stages(config))}
+    return {**rank_axes(config), "ends": len(embedding_stages(config))}
 
 
 def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
@@ -477,16 +488,16 @@ def bytes_per_rank(
     are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
     each). Where ranks share gradients, "whole units" are the weights and gradients beside a rank's
     shards, at their peak. Averages of the main weights are among these unless the host has them.
-    "other models" are those that features have beside it, with their activations.
+    Models that features have beside it are by their names, with their activations.
     """
     precision = config.precision
     n = parameters_per_rank(config, plan, stage)
     low = precision.fp16 or precision.bf16
     table = [spec for spec in plan.parameters_of(stage) if spec.trained]
-    owned = trained = count_parameters(table, _axes(config))
+    owned = trained = count_parameters(table, rank_axes(config))
     of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
     fewer = 2 - config.muon.states  # than the moments of Adam
-    matrices = count_parameters([table[number] for number in of_muon], _axes(config))
+    matrices = count_parameters([table[number] for number in of_muon], rank_axes(config))
     if max(shards(config, plan), expert_shards(config, plan)) > 1:
         layout = flat_layout(config, plan, stage)
         elements = layout.elements()
@@ -509,13 +520,13 @@ def bytes_per_rank(
     of_host = {}
     if any(demands.averages_on_host for demands in config.demands):
         of_host, averages = {"averages on the host": averages}, 0
-    others = sum(demands.other_models(plan, stage) for demands in config.demands)
+    others = {name: size(plan, stage) for name, size in config.other_models.items()}
     return {
         "weights": weights * BYTES[precision.params_dtype],
         "gradients": gradients * BYTES[precision.grad_dtype],
         **of_units,
         **of_host,
-        **({"other models": others} if others else {}),
+        **others,
         "main weights": owned * main * low + averages,
         "optimizer moments": owned * moment_bytes(config) - fewer * matrices * main,
         # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps

@@ -288,8 +288,7 @@ def messages_waiting(
         # as far from the nearer end, or far from both
         quarter = depth if depth == stages else depth // 4
         place = min(stage, quarter) if stage < stages // 2 else max(stage - stages, -quarter)
-        small = _small(stages, micro_batches, chunks, group, depth)
-        return _waiting(*small, overlap)[place]
+        return _waiting(*_small(stages, micro_batches, chunks, group, depth), overlap)[place]
 
     return max(1, int(_by_depth(measure, stages, group))) + (SENDS_UNDER_WAY if overlap else 0)
 

@@ -65,16 +65,20 @@ def memory_lines(config: Config, plan: Plan) -> list[str]:
                     state["gradients"],
                     *([state["whole units"]] if "whole units" in state else []),
                     optimizer,
+                    *(state[name] for name in config.other_models),
                     by_stage[stage].total,
                 )
             ]
             + [f"{together / GIB:.2f}"]
         )
     whole = ["whole units"] * shares_units(config, plan)
-    titles = ("parameters", "weights", "gradients", *whole, "optimizer", "activations", "total GiB")
+    titles = ("parameters", "weights", "gradients", *whole, "optimizer", *config.other_models)
     ranks = shards(config, plan)
     share = f" (optimizer: sharded over {ranks} ranks)" if ranks > 1 else ""
-    lines = [f"bytes per rank, by pipeline stage{share}:", *_table(titles, rows, plan)]
+    lines = [
+        f"bytes per rank, by pipeline stage{share}:",
+        *_table((*titles, "activations", "total GiB"), rows, plan),
+    ]
     if ranks > 1 and assignment(config):
         for stage in stages:
             of_stage = f" of stage {stage}" if len(stages) > 1 else ""

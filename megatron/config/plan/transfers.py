@@ -115,8 +115,7 @@ def transfers(config: Config, plan: Plan, stage: int) -> list[Transfer]:
         per_micro_batch += times(outputs, head)
         # three numbers of each token, of layers behind also the largest logit, for the log
         numbers = (3 + 4 * len(plan.behind)) * sizes.tokens
-        sums = Transfer("tp", "all-reduce", 2 * outputs, numbers * sizes.loss)
-        per_micro_batch.append(sums)
+        per_micro_batch.append(Transfer("tp", "all-reduce", 2 * outputs, numbers * sizes.loss))
     sent += [
         Transfer(t.axis, t.operation, micro_batches * t.calls, micro_batches * t.nbytes)
         for t in per_micro_batch
@@ -158,8 +157,7 @@ def _layers(config: Config, sizes: MicroBatchSizes, chunk: range) -> list[Transf
     for spec, layers in m.layer_counts(chunk).items():
         for block in spec.blocks:
             traffic = block.traffic(sizes)
-            alone = block.recomputed_as in modules
-            again = traffic.unneeded if alone else traffic.recomputed
+            again = traffic.unneeded if block.recomputed_as in modules else traffic.recomputed
             sent += times(layers, [*traffic.forward, *traffic.backward, *again])
     for run in config.training.recomputed_runs(len(chunk)):
         *blocks, last = [block for number in chunk[:run] for block in m.layer(number).blocks]

@@ -86,8 +86,7 @@ def whole_parameters(
 def _rank_in_walk(names: Sequence[str], number: int) -> tuple[int, int]:
     """Where a parameter comes: the norm before attention right before the one behind it, all others
     as they are."""
-    name = names[number]
-    block, separator, _ = name.partition("input_layernorm.")
+    block, separator, _ = names[number].partition("input_layernorm.")
     if not separator:
         return number, 0
     behind = [

@@ -65,8 +65,7 @@ class Joined:
         pairs = [self._open_pair(part) for part in self._plan.parts()]
         for pair in pairs:
             pair.check()
-        counts = [len(pair.sequence_lengths) for pair in pairs]
-        starts = [0, *accumulate(counts)]
+        starts = [0, *accumulate(len(pair.sequence_lengths) for pair in pairs)]
         bytes_before = [0, *self._ends]
         return {
             "sequence_lengths": np.concatenate([pair.sequence_lengths for pair in pairs]),

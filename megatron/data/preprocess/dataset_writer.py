@@ -20,8 +20,7 @@ def optimal_dtype(vocab_size: int | None) -> np.dtype:
 
     `vocab_size` is the tokenizer's own size, before padding.
     """
-    small = vocab_size is not None and vocab_size < 65500
-    return np.dtype("<u2" if small else "<i4")
+    return np.dtype("<i4" if vocab_size is None or vocab_size >= 65500 else "<u2")
 
 
 def write_index(

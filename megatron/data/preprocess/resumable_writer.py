@@ -318,8 +318,7 @@ class Unfinished:
 
     def _open_files(self) -> list[io.BufferedWriter]:
         numbers = [file for partitions in self._files for files in partitions for file in files]
-        bad = [self._bad_file] if self._bad_file else []
-        return [*bad, *self._source_files, *numbers]
+        return [*filter(None, [self._bad_file]), *self._source_files, *numbers]
 
     def _source_paths(self) -> list[str]:
         return [f"{self.folder}/{kind}" for kind in document_sources.KINDS] if self._sources else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from megatron.config.model_flags import ModelFlags
 from megatron.config.plan.parameter_spec import Draw, LayerScheme, ParameterSpec, Scheme, norm
@@ -24,15 +24,6 @@ AFTER_MLP = "post_mlp_layernorm"
 
 
 Residual = Literal["pre", "parallel", "normed"]
-
-
-class Flops(NamedTuple):
-    """Operations for a token, forward: of matrices of weights, and of attention's products; how
-    often the output layer is computed for it."""
-
-    linear: int
-    core: int = 0
-    outputs: int = 0
 
 
 class Rules(Protocol):
@@ -112,14 +103,6 @@ class Block(ABC):
         """Its parameters, whose names begin with `prefix`."""
 
     @abstractmethod
-    def idle(self) -> int:
-        """How many of them compute nothing of a token."""
-
-    @abstractmethod
-    def flops(self) -> Flops:
-        """Operations for a token."""
-
-    @abstractmethod
     def saved(self, sizes: Sizes) -> int:
         """Bytes that its forward keeps for backward."""
 
@@ -140,6 +123,10 @@ class Mixer(Block):
 
     rope: Rope | None = None
     comm_type: str = field(default="p2p", kw_only=True)
+
+    @abstractmethod
+    def core_flops(self) -> int:
+        """Operations for a token, forward, of products in which no weights are: attention's."""
 
     @abstractmethod
     def attention(self, tp: int) -> dict[str, Any]:

@@ -251,8 +251,7 @@ class _Inspection:
         frames = _main_thread(self._text)
         stack = "".join(f'  File "{path}", line {line}, in {name}\n' for path, line, name in frames)
         doing = full_phase(known, [(path, name) for path, _, name in frames])
-        at = _why_silent(self.state)
-        return {"at": at, "phase": doing, "known": known, "stack": stack}
+        return {"at": _why_silent(self.state), "phase": doing, "known": known, "stack": stack}
 
 
 def _why_silent(state: str) -> str:

@@ -710,8 +710,7 @@ class MonitorClient(RankProgress):
     def _answer(self) -> dict[str, Any]:
         """What this rank is doing, for rank 0: its state, and the line of code and the stack of its
         main thread unless it waits."""
-        frames = self._main_frames()
-        answer = hang.describe(str(self._phase), frames)
+        answer = hang.describe(str(self._phase), self._main_frames())
         state = self._state()
         if state.waits is not None:
             answer |= {"at": None, "stack": ""}

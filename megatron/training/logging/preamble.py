@@ -51,11 +51,8 @@ def print_opening(line: CommandLine, plan: Plan, runtime: Runtime, backend: str)
     """With --log-format short what is known before data and checkpoint are there, otherwise the
     kernels."""
     is_short = line.config.logging.is_short
-    if is_short:
-        texts = opening(line, plan, runtime, backend)
-    else:
-        texts = kernel_lines(line.config)
-    for text in texts:
+    known = opening(line, plan, runtime, backend) if is_short else kernel_lines(line.config)
+    for text in known:
         log.print_rank_0(text)
 
 

@@ -22,7 +22,7 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Flops, Mixer, Rules, Sizes, fit
+from megatron.model.blocks.block import Mixer, Rules, Sizes, fit
 
 FLASH_HEAD_DIM = 256  # the widest head of flash-attn and of cuDNN
 
@@ -295,15 +295,10 @@ class Attention(Mixer):
         draw_out = draw("attention_output")
         return table + row(prefix + "linear_proj", out, m.attention_output_bias, draw_out)
 
-    def idle(self) -> int:
-        """None: all compute each token."""
-        return 0
-
-    def flops(self) -> Flops:
-        """Of the core the whole square of positions, or its rows of a window."""
-        m = self.model
-        linear = 2 * m.hidden_size * (self.projected + self.query)
-        return Flops(linear, 4 * (self.window_in(m.seq_length) or m.seq_length) * self.query)
+    def core_flops(self) -> int:
+        """Of the whole square of positions, or its rows of a window."""
+        length = self.model.seq_length
+        return 4 * (self.window_in(length) or length) * self.query
 
     def saved(self, sizes: Sizes) -> int:
         """Queries, keys and values as the projection made them, where something keeps them, and as

@@ -21,7 +21,7 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Flops, Mixer, Rules, Sizes, fit
+from megatron.model.blocks.block import Mixer, Rules, Sizes, fit
 
 CHUNK = 64  # that of kernels/delta_rule.py
 
@@ -151,17 +151,9 @@ class GatedDeltaNet(Mixer):
             ),
         ]
 
-    def idle(self) -> int:
-        """None: all compute each token."""
-        return 0
-
-    def flops(self) -> Flops:
-        """Of the core the convolution, and four products of a head's state with vectors, as
-        Megatron-LM counts them."""
-        m = self.model
-        state = self.values * m.linear_key_head_dim
-        linear = m.hidden_size * (self.projected + self.values)
-        return Flops(2 * linear, 2 * (m.linear_conv_kernel_dim * self.channels + 4 * state))
+    def core_flops(self) -> int:
+        """Of four products of a head's state with vectors, as Megatron-LM counts them."""
+        return 8 * self.values * self.model.linear_key_head_dim
 
     def saved(self, sizes: Sizes) -> int:
         """What in_proj makes, and what out_proj takes."""

@@ -16,7 +16,7 @@ from megatron.config.plan.parameter_spec import (
 )
 from megatron.config.plan.transfer import Traffic, Transfer, summed_result
 from megatron.model.blocks.attention.facts import Attention
-from megatron.model.blocks.block import Flops, Rules, Sizes
+from megatron.model.blocks.block import Rules, Sizes
 
 
 @dataclass(frozen=True)
@@ -158,15 +158,9 @@ class LatentAttention(Attention):
         draw_out = draw("attention_output")
         return table + row(prefix + "linear_proj", out, m.attention_output_bias, draw_out)
 
-    def flops(self) -> Flops:
-        """Of the core the whole square of positions."""
-        m = self.model
-        matrices = (
-            m.hidden_size * ((m.q_lora_rank or 0) + self.latent + self.rotary + self.values)
-            + self.queries_from * self.query
-            + self.latent * self.keys_values
-        )
-        return Flops(2 * matrices, 2 * m.seq_length * (self.query + self.values))
+    def core_flops(self) -> int:
+        """Of the whole square of positions."""
+        return 2 * self.model.seq_length * (self.query + self.values)
 
     def saved(self, sizes: Sizes) -> int:
         """Latents before and behind their norms; queries, keys and values as the core takes them,
@@ -199,8 +193,7 @@ class LatentAttention(Attention):
             sizes.linear_backward(heads * (self.plain + self.value_dim), self.latent),
             sizes.linear_backward(heads * self.head_dim, self.queries_from),
         )
-        stream = sizes.rows * sizes.hidden * sizes.itemsize
-        return max(up, again) + stream
+        return max(up, again) + sizes.rows * sizes.hidden * sizes.itemsize
 
     def traffic(self, sizes: Sizes) -> Traffic:
         """Latents and rotary keys that tensor-parallel ranks make of their own tokens, gradients of

@@ -12,7 +12,7 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Block, Flops, Rules, Sizes, fit
+from megatron.model.blocks.block import Block, Rules, Sizes, fit
 
 
 def matrices(model: ModelFlags, prefix: str, width: int, draw: LayerScheme) -> list[ParameterSpec]:
@@ -23,11 +23,6 @@ def matrices(model: ModelFlags, prefix: str, width: int, draw: LayerScheme) -> l
         *column(prefix + "linear_fc1", up, model.mlp_bias, draw("mlp_in")),
         *row(prefix + "linear_fc2", (h, width), model.mlp_bias, draw("mlp_out")),
     ]
-
-
-def matrix_flops(model: ModelFlags, width: int) -> int:
-    """Operations for a token of the matrices of an MLP of this width."""
-    return 2 * model.hidden_size * width * (3 if model.gated else 2)
 
 
 def fuses_swiglu(sizes: Sizes) -> bool:
@@ -102,14 +97,6 @@ class DenseMLP(Block):
                     )
                 )
         return table
-
-    def idle(self) -> int:
-        """None: all compute each token."""
-        return 0
-
-    def flops(self) -> Flops:
-        """Of its matrices."""
-        return Flops(matrix_flops(self.model, self.model.ffn))
 
     def saved(self, sizes: Sizes) -> int:
         """Input and result of the activation function."""

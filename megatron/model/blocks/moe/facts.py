@@ -14,12 +14,11 @@ from megatron.config.plan.transfer import (
     gathered_input,
     summed_result,
 )
-from megatron.model.blocks.block import Block, Flops, Rules, Sizes
+from megatron.model.blocks.block import Block, Rules, Sizes
 from megatron.model.blocks.mlp.facts import (
     activation_bytes,
     fuses_swiglu,
     matrices,
-    matrix_flops,
 )
 
 EXPERT_BIAS = "router.expert_bias"
@@ -101,19 +100,6 @@ class MixtureOfExperts(Block):
                 gate = prefix + "shared_experts.gate_weight"
                 table.append(ParameterSpec(gate, (1, m.hidden_size), **router))
         return table
-
-    def idle(self) -> int:
-        """Those of the experts that are not selected for a token."""
-        m = self.model
-        of_expert = sum(spec.size for spec in matrices(m, "", m.expert_ffn, lambda role: ("", 0)))
-        return of_expert * (m.experts - m.moe_router_topk)
-
-    def flops(self) -> Flops:
-        """Of the selected experts, the shared one and the router."""
-        m = self.model
-        width = m.moe_router_topk * m.expert_ffn + self.shared
-        router = 2 * m.hidden_size * (m.experts + m.moe_shared_expert_gate)
-        return Flops(matrix_flops(m, width) + router)
 
     def _copies(self, sizes: Sizes) -> int:
         """Tokens times their experts; with a capacity at most its share, where the host knows it:

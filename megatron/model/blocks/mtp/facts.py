@@ -15,7 +15,7 @@ from megatron.config.plan.parameter_spec import (
     norm,
 )
 from megatron.config.plan.transfer import Traffic, gathered_input, summed_result
-from megatron.model.blocks.block import Block, Flops, LayerSpec, Rules, Sizes
+from megatron.model.blocks.block import Block, LayerSpec, Rules, Sizes
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,6 @@ class Projection(Block):
             *norm(self.model, f"{prefix}hnorm", h),
             weight,
         ]
-
-    def idle(self) -> int:
-        """None."""
-        return 0
-
-    def flops(self) -> Flops:
-        """Of the matrix, and of the output layer once more."""
-        return Flops(4 * self.model.hidden_size**2, outputs=1)
 
     def saved(self, sizes: Sizes) -> int:
         """The embedding's rows, the inputs of norms and of the GEMM; the loss keeps the hidden

@@ -234,6 +234,47 @@ def test_a_model_holds_what_the_formula_says(flags, monkeypatch):
         assert held < measured(0, 1, kept)
 
 
+FROZEN = [
+    ({}, "decoder.layers.*.self_attention.*"),
+    ({}, "decoder.layers.2.*"),
+    ({}, "embedding.*"),
+    ({}, "decoder.final_layernorm.*"),
+    (LLAMA, "decoder.layers.*.mlp.*"),
+    (LLAMA, "embedding.*"),
+    (LLAMA | dict(bf16=True), "decoder.layers.2.*"),
+    (LLAMA | dict(bf16=True), "embedding.*"),
+    (MLA, "decoder.layers.*.self_attention.*"),
+    (DELTA, "decoder.layers.2.*"),
+    (MOE, "decoder.layers.1.*"),
+    (LLAMA | dict(mtp_num_layers=2), "decoder.layers.2.*"),
+    (RECOMPUTE["full"], "decoder.layers.2.*"),
+    (RECOMPUTE["full, block"], "decoder.layers.2.*"),
+]
+
+
+@pytest.mark.parametrize(("flags", "glob"), FROZEN)
+def test_a_model_with_frozen_parts_holds_less(flags, glob):
+    """Nothing of what comes before all that is trained, and no input of a frozen matrix."""
+    reason = experts.unavailable_reason(torch.device("cpu"), torch.float32)
+    if "num_experts" in flags and reason:
+        pytest.skip(reason)
+    some = flags | dict(train_only=(glob,))
+    held = measured(0, 1, some)
+    assert formula(**some) == pytest.approx(held, rel=0.03)
+    assert formula(**some) < 0.95 * formula(**flags) or "recompute_method" in flags
+
+
+def test_a_stage_whose_input_has_a_gradient_holds_all():
+    """What is frozen on the first of two stages holds nothing, on the second all but inputs."""
+    flags = dict(pipeline_model_parallel_size=2, train_only=("decoder.layers.3.*",))
+    first, second = (
+        costs.activations(*planned(2, **flags), stage).after_forward for stage in range(2)
+    )
+    full = dict(pipeline_model_parallel_size=2)
+    assert first < 0.1 * costs.activations(*planned(2, **full), 0).after_forward
+    assert second > 0.8 * costs.activations(*planned(2, **full), 1).after_forward
+
+
 @pytest.mark.parametrize(
     "flags",
     [LLAMA | dict(normalization="LayerNorm", bias_swiglu_fusion=False), dict(geglu=True)],

@@ -1,7 +1,17 @@
-"""FLOP counts against formulas of the papers."""
+"""FLOP counts against formulas of the papers, and against what torch counts."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
-from megatron.training.logging.flops import count_flops
+from megatron.training.batch import MicroBatch
+from megatron.training.logging.flops import count_flops, flops_per_sample
+from megatron.training.step import train_step
+from pretrain_gpt import forward_step
+from tests.core.parity.layouts import LLAMA, MLA, TIED_MTP
+from tests.core.training.built_runs import built
+from tests.runs import NO_DROPOUT
 
 GPT2_345M = dict(
     num_layers=24,
@@ -62,3 +72,38 @@ def test_the_count_equals_the_matrix_products_of_one_layer():
     count = count_flops(model, v)
     assert (count.core * s, count.forward * s) == (of_core, forward)
     assert count.model == 3 * count.forward
+
+
+NORMS = "*norm*"
+ATTENTION = "decoder.layers.*.self_attention.*"
+
+
+@pytest.mark.parametrize(
+    ("flags", "globs"),
+    [
+        ((), ()),
+        ((), (ATTENTION,)),
+        ((), ("decoder.layers.1.mlp.*",)),
+        ((), ("decoder.layers.1.*",)),
+        ((), ("embedding.word*",)),
+        ((), ("decoder.final_layernorm.*",)),
+        ((), ("*.bias",)),
+        (LLAMA, ()),
+        (LLAMA, ("*.linear_proj.weight",)),
+        (LLAMA, ("output_layer.weight",)),
+        (LLAMA, (NORMS,)),
+        (MLA, ("decoder.layers.1.mlp.*",)),
+        (MLA, (NORMS,)),
+        (TIED_MTP, ()),
+        (TIED_MTP, (ATTENTION,)),
+    ],
+)
+def test_a_step_does_what_is_counted(flags, globs):
+    """Frozen weights have no gradients, and what comes before the first trained one no backward."""
+    only = ("--train-only", *globs) if globs else ()
+    run = built(*NO_DROPOUT, "--attention-backend", "unfused", "--fp64", *flags, *only)
+    rows = torch.randint(0, 200, (8, 33), generator=torch.Generator().manual_seed(0))
+    samples = (MicroBatch(some) for some in rows.split(run.config.training.micro_batch_size))
+    with FlopCounterMode(display=False) as counter:
+        train_step(run, forward_step, samples, 1)
+    assert flops_per_sample(run.config, run.plan) * 8 == counter.get_total_flops()
