@@ -34,6 +34,7 @@ from tests.runs import EXACT, NO_DROPOUT, SMALL, same_tensors, train, with_flags
 pytestmark = pytest.mark.peers
 
 OLD, NEW = 210, 431  # tokens; the second of two ranks has new ones alone
+SAME = 214  # as many rows, with those that pad
 SPELLED = range(1, 100, 2)
 WORD, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 MODELS = {"tied": (), "untied bf16": ("--untie-embeddings-and-output-weights", "--bf16")}
@@ -79,6 +80,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("extended")
     old = write_tokenizer(place / "old", OLD)
     write_tokenizer(place / "longer", NEW)
+    write_tokenizer(place / "padded", SAME)
     random = np.random.default_rng(0)
     with PairWriter(place / "text", np.uint16) as builder:
         for _ in range(60):
@@ -186,6 +188,28 @@ def test_without_the_flag_another_vocabulary_is_refused(place, tmp_path):
     with pytest.raises(RanksFailed) as failure:
         train(tmp_path / "run", words_of(place, "longer", *words))
     assert "[checkpoint-of-another-tokenizer]" in str(failure.value)
+
+
+@pytest.mark.parametrize("tokens", [SAME, NEW])
+def test_a_finetuning_run_has_no_id_without_a_row(place, tmp_path, tokens):
+    """Also where the padded sizes are the same, and the row is there."""
+    folder = {SAME: "padded", NEW: "longer"}[tokens]
+    words = words_of(place, folder, "--load", f"{place}/tied", "--finetune", "--mock-data")
+    words = [word for word in words if word not in ("--data-path", f"{place}/text")]
+    with pytest.raises(RanksFailed) as failure:
+        train(tmp_path / "run", words)
+    assert "[vocabulary-too-long]" in str(failure.value) and f" {tokens - 1}" in str(failure.value)
+    assert "--extend-vocabulary" in str(failure.value)
+    more = ("--extend-vocabulary", "mean", "--train-iters", "1", "--lr-warmup-iters", "0")
+    assert len(train(tmp_path / "more", with_flags(words, *more)).rows) == 1
+
+
+def test_a_finetuning_run_may_have_fewer_ids(place, tmp_path):
+    save = ("--save", str(tmp_path / "save"), "--train-iters", "1", "--lr-warmup-iters", "0")
+    words = words_of(place, "padded", "--load", f"{place}/tied", "--extend-vocabulary", "mean")
+    train(tmp_path / "more", with_flags(words, *save, "--finetune"))
+    back = words_of(place, "old", "--load", str(tmp_path / "save"), "--finetune", *save[2:])
+    assert len(train(tmp_path / "back", back).rows) == 1
 
 
 @pytest.mark.parametrize("change", ["checkpoint-of-another-tokenizer", "vocabulary-ids-moved"])

@@ -149,8 +149,8 @@ def _has_optimizer(checkpoint: Checkpoint) -> bool:
 def _with_optimizer(c: CheckpointConfig, checkpoint: Checkpoint) -> bool:
     """Does the run continue with its optimizer? Weights that another suite trained came without
     one."""
-    imported = checkpoint.state.iteration == 0 and not _has_optimizer(checkpoint)
-    return not (c.finetune or c.no_load_optim or imported)
+    begun = checkpoint.state.iteration > 0 or _has_optimizer(checkpoint)
+    return begun and not (c.finetune or c.no_load_optim)
 
 
 def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None:
@@ -161,7 +161,6 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None
     saved = saved_config(checkpoint, type(config), bool(run.plan.own_model))
     changing = config.changing_after(state.iteration)
     check_architecture(saved, config, not c.finetune, changing)
-    assert c.load is not None
     o = config.optimizer
     stateless = o.optimizer == "sgd" and not o.sgd_momentum
     if _with_optimizer(c, checkpoint) and not (_has_optimizer(checkpoint) or stateless):
@@ -177,6 +176,9 @@ def _take_tensors(run: Run, checkpoint: Checkpoint, c: CheckpointConfig) -> None
     with checkpoint.reader() as reader:
         for feature in features_of(config):
             reader = feature.reader(reader, run, checkpoint)
+        same = state.data.get("tokenizer") == run.tokenizer
+        if not (same or reader.of_one_rank or run.plan.own_model):
+            _check_last_id(reader, run.plan.vocab_size)
         _read_tensors(run, reader, _with_optimizer(c, checkpoint))
 
 
@@ -248,8 +250,7 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
     if with_optimizer:
         unknown |= _begin_state(run, stored, reader.of_one_rank)
     additions = {spec.name: spec.addition for spec in run.plan.parameters if spec.addition}
-    new = {*additions.values()} - {additions.get(name) for name in stored}
-    new = set() if reader.of_one_rank else new
+    new = set() if reader.of_one_rank else {*additions.values()} - set(map(additions.get, stored))
     if new:
         log.print_rank_0(
             f" the checkpoint has no {', '.join(sorted(new))}: started from initial values"
@@ -272,6 +273,22 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
         log.print_rank_0(f" {key} of the checkpoint is {saved}: converted to {now}")
     if run.fp8:
         run.fp8.loaded()
+
+
+def _check_last_id(reader: Reader, vocab_size: int) -> None:
+    """Raise ValueError where the vocabulary has ids that no training has made a row of: rows that
+    pad a vocabulary are zeros."""
+    name = _source(WORD_EMBEDDING, set(reader.names()))
+    rows, columns = reader.shape(name)
+    if (
+        rows < vocab_size
+        or not reader.read(name, ((vocab_size - 1, vocab_size), (0, columns))).any()
+    ):
+        raise ValueError(
+            f"--load {reader.directory}: its vocabulary ends before id {vocab_size - 1}, the last "
+            "of this run's tokenizer; give the tokenizer that it was trained with, or "
+            "--extend-vocabulary pieces where this one adds tokens to that [vocabulary-too-long]"
+        )
 
 
 def _begin_state(run: Run, stored: Set[str], of_one_rank: bool) -> set[str]:
