@@ -276,18 +276,22 @@ def _read_tensors(run: Run, reader: Reader, with_optimizer: bool) -> None:
 
 
 def _check_last_id(reader: Reader, vocab_size: int) -> None:
-    """Raise ValueError where the vocabulary has ids that no training has made a row of: rows that
-    pad a vocabulary are zeros."""
+    """Raise ValueError where the vocabulary has ids without a row; warn where the last row is of
+    zeros: rows that pad a vocabulary are, and in Hugging Face models the one of a padding token."""
     name = _source(WORD_EMBEDDING, set(reader.names()))
     rows, columns = reader.shape(name)
-    if (
-        rows < vocab_size
-        or not reader.read(name, ((vocab_size - 1, vocab_size), (0, columns))).any()
-    ):
+    last = vocab_size - 1
+    if rows < vocab_size:
         raise ValueError(
-            f"--load {reader.directory}: its vocabulary ends before id {vocab_size - 1}, the last "
-            "of this run's tokenizer; give the tokenizer that it was trained with, or "
-            "--extend-vocabulary pieces where this one adds tokens to that [vocabulary-too-long]"
+            f"--load {reader.directory}: its vocabulary ends before id {last}, the last of this "
+            "run's tokenizer; give the tokenizer that it was trained with, or "
+            "--extend-vocabulary where this one adds tokens to that [vocabulary-too-long]"
+        )
+    if not reader.read(name, ((last, vocab_size), (0, columns))).any():
+        log.print_rank_0(
+            f"WARNING: --load {reader.directory}: the embedding of id {last}, the last of this "
+            "run's tokenizer, is zero, as rows that only pad a vocabulary are; if the tokenizer is "
+            "longer than the checkpoint's, --extend-vocabulary gives new rows their first values"
         )
 
 
