@@ -18,7 +18,7 @@ from megatron.config.tree import Config
 from .block_scales import block_of
 from .config_keys import CONFIG, FULL_CONTEXT, Keys, read_json
 from .family_table import Family, NeedsExperts
-from .links import SHOWN, ConversionError
+from .links import SHOWN, ConversionError, links_of
 from .options import families
 
 
@@ -227,6 +227,7 @@ def why_not(config: Config, run_directory: Path) -> list[str]:
         config_for(
             family, config.model, 1, base if base.get("model_type") == family.model_type else {}
         )
+        links_of(config.model, 1, family.names)  # its heads for later tokens may have no place
     except ConversionError as error:
         closest, *_ = str(error).splitlines()
         return [f"{closest}; omit the flag [not-converted]"]

@@ -299,9 +299,13 @@ def test_a_directory_that_the_disk_spoils_is_not_there(
 
 
 def test_refused_before_training(tmp_path, monkeypatch):
-    """What the tests compared no export of; a script's own model; a file in the way."""
+    """What has no place in the format; what the tests compared no export of; a script's own
+    model; a file in the way."""
     config = config_from(RunConfig, BASE | FIELDS | {"save": str(tmp_path)})
     assert families.why_not(config, tmp_path) == []
+    ahead = config_from(RunConfig, BASE | FIELDS | {"save": str(tmp_path), "mtp_num_layers": 1})
+    (reason,) = families.why_not(ahead, tmp_path)
+    assert "mtp." in reason and "[not-converted]" in reason
     table = json.loads(families.VERIFIED.read_text())
     del table["families"]["llama"]
     (tmp_path / "table.json").write_text(json.dumps(table))
