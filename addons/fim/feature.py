@@ -14,7 +14,9 @@ from megatron.training.feature import Feature
 
 if TYPE_CHECKING:
     from megatron.config.checks.facts import Facts
+    from megatron.config.command_line import CommandLine
     from megatron.data.sources import DataSource
+    from megatron.data.tokenizers.base import Tokenizer
 
 # Sources of samples without text, or of samples with parts of their own.
 _EXCLUDED = ("mock_data", "dummy_data", "packed_samples")
@@ -99,14 +101,15 @@ class FimConfig(Feature):
             for name in stages
         )
 
-    def prepare(self, config: Config) -> None:
-        """The ids of its tokens. Raises ValueError where the tokenizer lacks one."""
+    def tokenizer_problems(self, tokenizer: Tokenizer, line: CommandLine) -> Iterator[str]:
+        """That it has the tokens."""
         if self.fim_data:
-            from megatron.data.tokenizers.build import tokenizer_from
-
             from .middle import Ids
 
-            Ids.of(self, tokenizer_from(config.data))
+            try:
+                Ids.of(self, tokenizer)
+            except ValueError as error:
+                yield str(error)
 
     def data_source(self, source: DataSource, config: Config) -> DataSource:
         """Its samples, rearranged."""

@@ -49,6 +49,7 @@ class StagesConfig(Feature):
     )
     phase_transition_iterations: str | None = arg(
         None,
+        requires="save",
         excludes=_EXCLUDED,
         per_run=True,
         metavar="N,N",

@@ -42,7 +42,7 @@ def test_what_would_make_other_steps_is_refused(flags, tmp_path, monkeypatch):
         "--fim-data",
         "--train-weighted-split-paths a",
         "--stages file --save run",
-        "--phase-transition-iterations 4",
+        "--phase-transition-iterations 4 --save run",
     ],
 )
 def test_what_chooses_samples_is_refused(flags, tmp_path, monkeypatch, capsys):

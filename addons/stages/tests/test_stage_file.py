@@ -143,3 +143,11 @@ def test_phases_that_are_refused(tmp_path, words):
     argv = [*SMALL, "--data-path", write_text(tmp_path / "a", 60), "--train-iters", "12"]
     _, problems = planned([*argv, f"--phase-transition-iterations={words}"], 1, RunConfig)
     assert "stage-ends-malformed" in codes_of(problems)
+
+
+def test_a_phase_ends_with_a_checkpoint(tmp_path):
+    """Without one the next job would have nothing to go on from."""
+    argv = [*SMALL, "--data-path", write_text(tmp_path / "a", 60), "--train-iters", "12"]
+    argv += ["--phase-transition-iterations", "4"]
+    assert codes_of(planned(argv, 1, RunConfig)[1]) == ["flag-needs-other-flag"]
+    assert not planned([*argv, "--save", str(tmp_path / "save")], 1, RunConfig)[1]
