@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.arguments import values_of
 from megatron.checkpoint.safetensors_file import Entry
 
 from .native import NativeModel
@@ -40,7 +41,7 @@ def _training(native: NativeModel) -> dict[str, str | None]:
     versions = {name: state.versions.get(name) for name in ("suite", "commit", "torch")}
     trained = state.consumed_train_samples - state.skipped_train_samples
     tokens = trained * config.model.seq_length
-    most = "at most " if config.data.pad_samples else ""  # the rest is padding
+    most = "at most " if values_of(config).get("pad_samples") else ""  # the rest is padding
     begin = native.base.get("model_type")
     rows = {
         "started from": f"a Hugging Face model of family {begin}" if begin else None,

@@ -133,7 +133,7 @@ class NativeModel(ExitStack):
         if self.rows:
             check_ids(self.rows, tokenizer, self.directory)
         data = self.config.data
-        if data.tokenizer == "NullTokenizer" and data.packed_samples:
+        if data.tokenizer == "NullTokenizer" and self.config.packed:
             tokenizer.eod = None  # which id ends a sample only the tokenizer of its text knows
         return tokenizer
 

@@ -319,7 +319,7 @@ def _check(config: Config) -> None:
         ("--z-loss-coeff", config.model.z_loss_coeff, "losses have another gradient"),
         ("--mtp-num-layers", config.model.mtp_num_layers, "its losses read samples ahead"),
         ("--cuda-graph-impl", config.kernels.cuda_graphs, "graphs hold one loss"),
-        ("--packed-samples", config.data.packed_samples, "rows have one sample each"),
+        ("--packed-samples", config.packed, "rows have one sample each"),
     ):
         if value:
             raise ValueError(f"{flag}: not possible with Engine: {reason}; omit it [engine-flag]")

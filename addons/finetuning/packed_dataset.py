@@ -28,7 +28,9 @@ from megatron.data.sample_lookup import (
     TokenSpan,
     check_document,
 )
+from megatron.data.sampler import SequentialSampler
 
+Mode = Literal["pieces", "blocks", "padded"]
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run
 
 
@@ -46,7 +48,7 @@ class PackingRule:
 
     sequence_length: int
     rows: int
-    mode: Literal["pieces", "blocks", "padded"] = "pieces"
+    mode: Mode = "pieces"
     min_length: int = 0
 
     @property
@@ -137,6 +139,32 @@ class PackedFile:
         return lines
 
 
+class PackedSampler(SequentialSampler):
+    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of
+    the data set.
+
+    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
+    data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
+    indices[r::size] of an epoch's rows.
+    """
+
+    def __init__(
+        self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
+    ) -> None:
+        super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
+
+    def micro_batch(self, consumed: int) -> list[int]:
+        """The number of the row, alone in a list. Raises ValueError when they are used up or
+        `consumed` ends within one."""
+        if consumed % self.micro_batch_size:
+            raise ValueError(
+                f"--packed-samples: {consumed} consumed samples are not a multiple of "
+                f"--micro-batch-size {self.micro_batch_size}, the samples of a row; resume with "
+                "the batch sizes of the checkpoint [resume-inside-a-row]"
+            )
+        return [super().micro_batch(consumed)[0] // self.micro_batch_size]
+
+
 class PackedDataset:
     """Row k of a run, for k from 0 to `size` - 1 (None: one epoch), as a pure function of the
     files, the rule and k.
@@ -186,6 +214,10 @@ class PackedDataset:
 
     def __len__(self) -> int:
         return self.size
+
+    def sampler(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> PackedSampler:
+        """Reads a row in place of `micro_batch_size` samples."""
+        return PackedSampler(self.size, micro_batch_size, dp_rank, dp_size)
 
     def _turn_to(self, epoch: int) -> np.ndarray:
         """The order of an epoch, all rows of it."""

@@ -3,7 +3,17 @@
 import os
 from collections.abc import Iterator, Sequence
 
+from megatron.config.checks.data_paths import (
+    EPOCHS,
+    blend_problem,
+    missing_data,
+    missing_pair,
+    prefixes_in,
+    read_blends,
+)
 from megatron.config.checks.facts import Facts
+from megatron.config.checks.paths import data_flags, has_files
+from megatron.training.feature import features_of
 
 # Flags that cannot be combined with --packed-samples, the value that disables them, what to do.
 _APART = (
@@ -31,8 +41,15 @@ _APART = (
 )
 
 
-def rule(f: Facts) -> Iterator[str]:
+def problems(f: Facts) -> Iterator[str]:
     """One line for each."""
+    yield from _combinations(f)
+    yield from _weights(f)
+    if not f["dry_run"]:
+        yield from _missing(f)
+
+
+def _combinations(f: Facts) -> Iterator[str]:
     for name, off, why in _APART:
         if f[name] != off:
             yield (
@@ -49,6 +66,41 @@ def rule(f: Facts) -> Iterator[str]:
             "--pack-into-one and --pad-samples: two ways to fill a row; omit one of them "
             "[flags-exclude-each-other]"
         )
+
+    if f.config.kernels.cuda_graphs:
+        graphs = f.say("enable_cuda_graph" if f["enable_cuda_graph"] else "cuda_graph_impl")
+        yield (
+            f"{graphs} and --packed-samples: each micro-batch has samples of other lengths; change "
+            "one of them [cuda-graph-cannot-hold]"
+        )
+
+
+def _weights(f: Facts) -> Iterator[str]:
+    for flag, words in read_blends(f.config.data):
+        if isinstance(words, str) or blend_problem(words) or words[0].startswith(EPOCHS):
+            continue  # it says that itself
+        if prefixes_in(words) is not words:
+            yield (
+                f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
+                "has rows; drop the weights [packed-data-with-weights]"
+            )
+
+
+def _missing(f: Facts) -> Iterator[str]:
+    """What a real run would not find on this machine."""
+    d = f.config.data
+    named = sum(data_flags(d).values())
+    if not named:
+        yield "no data: give --train-data-path FOLDER, or --dummy-data [data-missing]"
+    if named != 1 or not has_files(d):
+        return
+    indices = [form.index for feature in features_of(f.config) for form in feature.sample_formats]
+
+    def missing(flag: str, word: str, words: int) -> Iterator[str]:
+        found = word_problems(flag, word, indices)
+        yield from missing_pair(flag, word, words) if found is None else found
+
+    yield from missing_data(d, missing)
 
 
 def word_problems(flag: str, word: str, indices: Sequence[str]) -> list[str] | None:

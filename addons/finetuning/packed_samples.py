@@ -3,7 +3,6 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron.config.data import DataConfig
 from megatron.data.blend.paths import expand
@@ -15,22 +14,24 @@ from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_formats import GeneratedSamples, SampleFile, SampleFormat
 from megatron.data.sample_lookup import Dataset
-from megatron.data.sampler import SequentialSampler
 from megatron.data.subsets import shortened
 from megatron.data.tokenizers import metadata as provenance
 
 from .documents import Documents
 from .folders import subset_names, subset_of, token_files
-from .packed_dataset import PackedDataset, PackedFile, PackingRule
+from .packed_dataset import Mode, PackedDataset, PackedFile, PackingRule
 
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start
 
 
 @dataclass(frozen=True)
 class Packed:
-    """--packed-samples: rows of whole samples, of .bin/.idx pairs and files of `formats`, or those
-    that are `generated`."""
+    """--packed-samples: rows of whole samples in this `mode` (`PackingRule`), of .bin/.idx pairs
+    and files of `formats` without samples of fewer than `min_length` tokens, or of those that are
+    `generated`."""
 
+    mode: Mode = "pieces"
+    min_length: int = 0
     formats: Sequence[SampleFormat] = ()
     generated: GeneratedSamples | None = None
 
@@ -56,9 +57,7 @@ def build_packed_datasets(
     what is wrong and what to do.
     """
     generated = source.generated
-    builder = _Builder(
-        request, _packing_rule(data, request, generated is not None), rows, source.formats
-    )
+    builder = _Builder(request, _packing_rule(source, request), rows, source.formats)
     blends: Blends = [None] * len(SPLITS) if generated else read_blends(data)
     assert isinstance(blends, list)  # packed samples have a flag of their own for each split
     datasets: list[Dataset | None] = []
@@ -84,40 +83,9 @@ def build_packed_datasets(
     return train, valid if sets is None else sets, test
 
 
-def _packing_rule(data: DataConfig, request: DataRequest, generated: bool) -> PackingRule:
-    mode: Literal["pieces", "blocks", "padded"] = "pieces"
-    if data.pack_into_one:
-        mode = "blocks"
-    elif data.pad_samples:
-        mode = "padded"
-    shortest = 0 if generated else data.min_sample_length
-    return PackingRule(request.sequence_length, request.micro_batch_size, mode, shortest)
-
-
-class PackedSampler(SequentialSampler):
-    """`--packed-samples`: as one pass, but what `micro_batch_size` samples would be is one row of
-    the data set.
-
-    `total_rows` is the length of the data set. Row numbers, too, are the same whatever the
-    data-parallel size is: it takes rows consumed / micro_batch_size + r on rank r, which are
-    indices[r::size] of an epoch's rows.
-    """
-
-    def __init__(
-        self, total_rows: int, micro_batch_size: int, dp_rank: int = 0, dp_size: int = 1
-    ) -> None:
-        super().__init__(total_rows * micro_batch_size, micro_batch_size, dp_rank, dp_size)
-
-    def micro_batch(self, consumed: int) -> list[int]:
-        """The number of the row, alone in a list. Raises ValueError when they are used up or
-        `consumed` ends within one."""
-        if consumed % self.micro_batch_size:
-            raise ValueError(
-                f"--packed-samples: {consumed} consumed samples are not a multiple of "
-                f"--micro-batch-size {self.micro_batch_size}, the samples of a row; resume with "
-                "the batch sizes of the checkpoint [resume-inside-a-row]"
-            )
-        return [super().micro_batch(consumed)[0] // self.micro_batch_size]
+def _packing_rule(source: Packed, request: DataRequest) -> PackingRule:
+    shortest = 0 if source.generated else source.min_length
+    return PackingRule(request.sequence_length, request.micro_batch_size, source.mode, shortest)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class LossWeightsConfig(Feature):
                 "0 [loss-weights-all-zero]"
             )
         words = facts["train_data_path"] or facts["data_path"]
-        if weights and words and not facts["packed_samples"]:
+        if weights and words and not facts.config.packed:
             from megatron.data.blend.blended_dataset import parse_blend
 
             try:

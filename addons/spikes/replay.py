@@ -106,7 +106,7 @@ Row = tuple[Replayed, np.ndarray]  # with the loss of each token
 
 def check_replayable(reading: Reading) -> None:
     """Raises ValueError for rows of packed samples."""
-    if reading.config.data.packed_samples:
+    if reading.config.packed:
         raise ValueError(
             "rows of packed samples are not replayed: each has many samples, which have no loss "
             "of their own; `spikes.py docs --iteration N` ranks their documents by suspicion"

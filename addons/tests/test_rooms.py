@@ -28,7 +28,7 @@ USED = {
     "distillation": "--export-kd-teacher-load {}/teacher/save --export-kd-cfg {}/kd.yaml",
     "engine": "",
     "fim": "--fim-data --fim-prefix-token \1 --fim-middle-token \2 --fim-suffix-token \3 --fim-pad-token \4",
-    "finetuning": "",
+    "finetuning": "--packed-samples",
     "internlm": "--log-format internlm",
     "lab": "--trace-ranks last",
     "loss_weights": "--data-loss-weights 2",
@@ -51,7 +51,6 @@ ADDONS = {
 # a program of the core with flags under which an add-on without flags or programs does something
 PROGRAMS = {
     "megatron_api": "tools/check_script.py pretrain_gpt.py",
-    "finetuning": f"pretrain_gpt.py {' '.join(SMALL)} --packed-samples --train-data-path x",
     "object_storage": f"pretrain_gpt.py {' '.join(SMALL)} --mock-data --load s3://bucket/run",
     "ray": "tools/preprocess_data.py --cluster ray",
 }
@@ -273,7 +272,8 @@ def test_an_add_on_that_is_deleted_is_not_missed_by_runs(addon, tmp_path):
     if addon == "ops":
         pytest.importorskip("lm_eval")
     # their order of samples is one that a copy without them refuses, by its own code
-    used = "" if addon in ("fim", "stages", "weighted_splits") else USED[addon]
+    other = ("fim", "finetuning", "stages", "weighted_splits")
+    used = "" if addon in other else USED[addon]
     check_resume(without(tmp_path / "tree", addon), tmp_path, used)
 
 

@@ -32,40 +32,11 @@ class DataConfig(TokenizerConfig):
         help="JSON file with the keys train, valid, test: the --data-path arguments of each split",
     )
     mock_data: bool = arg(False, help="synthetic data; needs no files")
-    packed_samples: bool = arg(
-        False,
-        help="packed samples: each micro-batch is one row of micro-batch-size x seq-length "
-        "tokens, filled with whole samples; attention, positions and labels do not "
-        "cross samples (docs/data.md)",
-    )
-    pack_into_one: bool = arg(
-        False,
-        needs="packed_samples",
-        help="with --packed-samples: attention crosses the samples within each seq-length tokens",
-    )
-    pad_samples: bool = arg(
-        False,
-        needs="packed_samples",
-        help="with --packed-samples: each row has micro-batch-size samples, each truncated "
-        "or padded to seq-length",
-    )
-    min_sample_length: int = arg(
-        0,
-        minimum=0,
-        needs=[
-            "packed_samples",
-            Needs(
-                "files of data (--dummy-data has all its samples)",
-                lambda v: v["dummy_data"] is None,
-            ),
-        ],
-        help="with --packed-samples: omit samples of fewer tokens",
-    )
     dummy_data: str | None = arg(
         None,
         choices=(),
         per_run=True,
-        requires="packed_samples",
+        requires=Needs("--packed-samples", lambda v: v.config.packed),
         help="with --packed-samples: generated samples; needs no files",
     )
     split: str | None = arg(

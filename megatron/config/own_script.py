@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from megatron.arguments import flags_of_group
+from megatron.config.checks.listing import KnowsFiles
 from megatron.config.script import Script
 from megatron.config.tree import Config
 
@@ -44,18 +46,28 @@ def _with_own_data(config: Config) -> tuple[Config, list[str]]:
     """The configuration as the rules see it where a script has its own data: none of the flags
     names files. And what is wrong with those that choose how ours are read."""
     d = config.data
+    of_features = {
+        name: group
+        for name, group in vars(config).items()
+        if isinstance(group, KnowsFiles) and group.names_data
+    }
+    choosing = ["--dummy-data"] * (d.dummy_data is not None) + [
+        flag.spelling
+        for name, group in of_features.items()
+        for flag in flags_of_group(type(group), name).values()
+        if getattr(group, flag.name) != flag.default
+    ]
     wrong = [
-        f"--{name.replace('_', '-')}: chooses data of the suite, and the script's "
-        "train_valid_test_datasets_provider has its own; omit it, or pass None as the provider "
-        "[two-data-sources]"
-        for name in ("dummy_data", "packed_samples")
-        if getattr(d, name)
+        f"{flag}: chooses data of the suite, and the script's train_valid_test_datasets_provider "
+        "has its own; omit it, or pass None as the provider [two-data-sources]"
+        for flag in choosing
     ]
     if d.data_order == "epoch":
         wrong.append(
             "--data-order epoch: the order is that of the data sets of the script's "
             "train_valid_test_datasets_provider; omit it [two-data-sources]"
         )
-    plain: dict[str, Any] = dict.fromkeys(SOURCES) | {"packed_samples": False}
+    plain: dict[str, Any] = dict.fromkeys(SOURCES)
     plain |= {"mock_data": True, "data_order": "megatron", "tokenizer_type": d.tokenizer}
-    return replace(config, data=replace(d, **plain)), wrong
+    without: dict[str, Any] = {name: type(group)() for name, group in of_features.items()}
+    return replace(config, data=replace(d, **plain), **without), wrong

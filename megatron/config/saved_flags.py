@@ -28,6 +28,8 @@ from megatron.small_files import read_text
 OLD_DEFAULTS: dict[str, Any] = {}
 # Flags that have got a default: null in a file of a program that had none.
 NULL_BEFORE = {"muon_momentum"}
+# Flags of features that were the core's: in older files they stand among its flags.
+ONCE_CORE = ("--packed-samples", "--pack-into-one", "--pad-samples", "--min-sample-length")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def read(path: Path, tree: type[Config] = Config) -> SavedFlags:
             ]
         )
     passed_over = text.partition(FEATURES)[2] or text.partition(OF_SCRIPT)[2]
-    of_features = passed_over.partition(VALUES)[0].replace("=", " ").split()
+    of_features = [*ONCE_CORE, *passed_over.partition(VALUES)[0].replace("=", " ").split()]
     return SavedFlags(
         config_from(tree, saved), [flag for flag in unknown.values() if flag not in of_features]
     )

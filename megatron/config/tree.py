@@ -105,9 +105,15 @@ class Config:
         }
 
     @property
+    def packed(self) -> bool:
+        """Is each micro-batch one row of micro-batch-size samples, which has labels, positions and
+        subsets of its own, and in which attention stays inside a sample?"""
+        return any(group.packs for group in vars(self).values() if isinstance(group, Extension))
+
+    @property
     def counts_subsets(self) -> bool:
         """Are they counted?"""
-        return self.data.packed_samples or self.logging.log_subsets or self.needs_subsets
+        return self.packed or self.logging.log_subsets or self.needs_subsets
 
     def added(self, name: str) -> Callable[..., Any] | None:
         """What makes that which the value of a flag names, if a feature adds this value."""

@@ -7,6 +7,8 @@ from typing import Protocol, TypeGuard
 
 import numpy as np
 
+from megatron.data.sampler import Sampler
+
 TOKENS, LABELS, POSITIONS, SUBSET = range(4)  # the lines of a row of packed samples
 LOSS_MASK = 4  # the last line of a sample with its own: the bits of its fp32 numbers
 NO_LABEL = 0  # the label of a token that predicts nothing
@@ -58,6 +60,21 @@ class Blend(Dataset, Protocol):
 
     def source(self, index: int) -> tuple[int, int]:
         """(number of the data set, number of the sample in it) of sample `index`."""
+
+
+class Packed(Dataset, Protocol):
+    """Rows of packed samples (`config.tree.Config.packed`); sample `index` is a row, int64
+    [4, tokens]."""
+
+    subsets: Sequence[str]  # of the data, by the numbers in the line SUBSET
+
+    def sampler(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Sampler:
+        """What reads a row where it would be `micro_batch_size` samples."""
+
+
+def is_packed(dataset: Dataset) -> TypeGuard[Packed]:
+    """Whether it is of rows."""
+    return hasattr(dataset, "subsets")
 
 
 def is_blend(dataset: Dataset) -> TypeGuard[Blend]:

@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.data.sample_lookup import Dataset, is_blend
+from megatron.data.sample_lookup import Dataset, is_blend, is_packed
 
 
 def subset_names(dataset: Dataset) -> list[str]:
     """The subsets of packed samples; the data sets of a blend, each by what its prefix has beyond
     the folder that all are in; of no blend the one."""
-    if hasattr(dataset, "subsets"):
+    if is_packed(dataset):
         return list(dataset.subsets)
     members = dataset.datasets if is_blend(dataset) else [dataset]
     return shortened([_called(member) for member in members])

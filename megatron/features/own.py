@@ -9,10 +9,7 @@ from megatron.training.feature import Feature
 
 # Flags of the core with which a run may use what add-ons have, with none of theirs: formats of
 # files and of log lines, checkpoints of other programs, tables of another program's arguments.
-ASKING = frozenset(
-    ("load", "log_format", "log_subsets", "packed_samples", "print_arguments")
-    + ("use_checkpoint_args",)
-)
+ASKING = frozenset(("load", "log_format", "log_subsets", "print_arguments", "use_checkpoint_args"))
 
 
 def features_in(modules: Iterable[str]) -> Iterator[type[Feature]]:

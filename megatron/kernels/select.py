@@ -77,7 +77,7 @@ def choose_kernels(device: torch.device, dtype: torch.dtype, config: Config) -> 
 
 def _documents(config: Config) -> bool:
     """Whether attention uses document masks."""
-    return config.data.reset_attention_mask or config.data.packed_samples
+    return config.data.reset_attention_mask or config.packed
 
 
 def _flash_unavailable_reason(

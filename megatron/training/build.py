@@ -131,7 +131,7 @@ def build_pipeline(config: Config, plan: Plan, runtime: Runtime) -> SingleStage 
 
     def shape(rows: int) -> tuple[int, ...]:
         length = m.seq_length
-        if config.data.packed_samples:
+        if config.packed:
             rows, length = 1, rows * length
         length = length // ctx.cp.size // (ctx.tp.size if ctx.sequence_parallel else 1)
         return length, rows, m.hidden_size

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron import addons, log
+from megatron import log
 from megatron.config.checks.paths import has_files
 from megatron.config.data import DataConfig
 from megatron.config.plan.plan import Plan
@@ -16,7 +16,7 @@ from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_lookup import Dataset
+from megatron.data.sample_lookup import Dataset, is_packed
 from megatron.data.sampler import Sampler, SequentialSampler
 from megatron.data.subsets import subset_names
 from megatron.data.tokenizers.build import Tokenizer
@@ -72,7 +72,7 @@ def build_data(
         log.detail(
             f" > index helpers: {index_helpers.IMPLEMENTATION}, because {index_helpers.REASON}"
         )
-    if has_files(d) and not (d.packed_samples or provider):
+    if has_files(d) and not (config.packed or provider):
         from megatron.data.megatron_order import check_tokenizer
 
         check_tokenizer(d, tokenizer.identity())
@@ -156,12 +156,12 @@ def _validation_names(data: DataConfig, datasets: Sequence[Dataset]) -> list[str
     names = [getattr(dataset, "set_name", "") for dataset in datasets]
     if data.multiple_validation_sets:
         names = [
-            subset_names(dataset)[0] if data.packed_samples else str(number)
+            dataset.subsets[0] if is_packed(dataset) else str(number)
             for number, dataset in enumerate(datasets)
         ]
     for name, dataset in zip(names, datasets, strict=True) if any(names) else ():
         log.print_rank_0(
-            f" > validation-{name}: {len(dataset)} {'rows' if data.packed_samples else 'samples'} "
+            f" > validation-{name}: {len(dataset)} {'rows' if is_packed(dataset) else 'samples'} "
             f"of {', '.join(subset_names(dataset))}"
         )
     return names
@@ -186,10 +186,8 @@ def _sampler(
 ) -> Sampler:
     """Which samples this rank reads, and in what order."""
     share = (micro_batch_size, dp.rank, dp.size)
-    if data.packed_samples:
-        packed = addons.needed("packed_samples", "--packed-samples")
-        sampler: Sampler = packed.PackedSampler(len(dataset), *share)
-        return sampler
+    if is_packed(dataset):
+        return dataset.sampler(*share)
     if cyclic:
         from megatron.data.cyclic_sampler import CyclicSampler
 

@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 from megatron import log
+from megatron.data.sample_lookup import is_packed
 from megatron.data.samples import Samples
 from megatron.data.subsets import subset_names
 from megatron.training.agreement import Agreement
@@ -48,7 +49,7 @@ class Trainer:
             from megatron.training.logging.subset_metrics import SubsetMetrics
 
             names = subset_names(data.train)
-            accuracy, packed = run.config.logging.log_accuracy, run.config.data.packed_samples
+            accuracy, packed = run.config.logging.log_accuracy, is_packed(data.train)
             run.counters.append(SubsetMetrics(names, run.runtime.ctx, accuracy, packed))
         # evaluation and saving are hooks too, and call the others
         self.hooks: list[Hook] = []

@@ -116,8 +116,7 @@ def _of_memory(config: Config, plan: Plan) -> Iterator[str]:
 def _of_data(config: Config, plan: Plan, tokenizer: Tokenizer | None) -> list[str]:
     """Problems of data that are read here; packed data are when they are built. Raises ValueError
     and OSError where they cannot be read."""
-    d = config.data
-    if d.packed_samples or not has_files(d):
+    if config.packed or not has_files(config.data):
         return []
     from megatron.training.preflight_data import of_data
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron import addons, object_stores
+from megatron import object_stores
 from megatron.checkpoint.skip_log import Position, Skips
 from megatron.config import command_line, saved_flags
 from megatron.config.checkpoint import CheckpointConfig
@@ -21,7 +21,7 @@ from megatron.config.skip_ranges import SkipRanges
 from megatron.config.tree import Config
 from megatron.data.ledger import MASK, sample_hash, tokens_hash
 from megatron.data.request import Before, DataRequest
-from megatron.data.sample_lookup import Dataset, TokenSpan
+from megatron.data.sample_lookup import Dataset, TokenSpan, is_packed
 from megatron.data.sampler import Sampler, SequentialSampler
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import RunConfig
@@ -45,9 +45,8 @@ class Reading:
         d = self.config.data
         sizes = (len(self.dataset), self.config.training.micro_batch_size)
         ranks = range(self.plan.data_parallel_size)
-        if d.packed_samples:
-            packed = addons.needed("packed_samples", "--packed-samples")
-            return [packed.PackedSampler(*sizes, rank, len(ranks)) for rank in ranks]
+        if is_packed(self.dataset):
+            return [self.dataset.sampler(sizes[1], rank, len(ranks)) for rank in ranks]
         if d.dataloader_type == "cyclic":
             # torch, which takes longer to load than all the rest
             from megatron.data.cyclic_sampler import CyclicSampler
@@ -215,7 +214,7 @@ def place_samples(reading: Reading, shown: dict[int, int]) -> Iterator[dict[str,
     plan = reading.plan
     samplers = reading.samplers()
     if isinstance(samplers[0], SequentialSampler):
-        unit = reading.config.training.micro_batch_size if reading.config.data.packed_samples else 1
+        unit = reading.config.training.micro_batch_size if is_packed(reading.dataset) else 1
         iterations: Iterable[int] = sorted(
             {
                 plan.batch.iterations_within(sample * unit - reading.shift) + 1

@@ -1,9 +1,11 @@
 """Files of packed samples, and the data sets built of them."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 
+from megatron.addons.finetuning.feature import FinetuningConfig
 from megatron.addons.finetuning.packed_samples import Packed
 from megatron.data.request import DataRequest
 from tests.core.data.corpora import data_flags
@@ -44,7 +46,12 @@ def write_file(path: Path, samples: list[list[int]]) -> str:
 
 def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, source=None, **given):
     """`source`: with more than pairs."""
-    flags = data_flags(packed_samples=True, train_data_path=words, **given)
+    own = {
+        field.name: given.pop(field.name)
+        for field in fields(FinetuningConfig)
+        if field.name in given
+    }
+    flags = data_flags(train_data_path=words, **given)
     request = DataRequest(
         sequence_length=seq,
         micro_batch_size=rows,
@@ -52,4 +59,6 @@ def build(words, sizes=(None, 0, 0), seq=4, rows=2, batch=2, vocab=1000, source=
         sizes=sizes,
         vocab_size=vocab,
     )
-    return (source or Packed()).build(flags, request, [])
+    packing = FinetuningConfig(**own)
+    packed = replace(source or Packed(), mode=packing.mode, min_length=packing.min_sample_length)
+    return packed.build(flags, request, [])

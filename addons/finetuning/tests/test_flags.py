@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import command_line
+from megatron.config.script import Script
+from megatron.features.registry import RunConfig
 from tests.core.config.checks.checked_flags import BASE, checked
 from tests.problems import assert_problem, codes_of
 from tests.runs import SMALL, plot, train, with_flags, write_text
@@ -33,6 +36,16 @@ def test_folders_are_looked_at_before_the_start(tmp_path: Path):
     assert checked(flags, base=PACKED)[0] == []
     assert checked(f"{flags}/en/a", base=PACKED)[0] == []
     assert codes_of(checked(f"{flags}/en/b", base=PACKED)[0]) == ["data-not-found"]
+
+
+def test_they_are_refused_beside_data_of_a_scripts_own(capsys):
+    script = Script(datasets_provider=lambda sizes: None)
+    words = "--packed-samples --data-path x --train-iters 4".split()
+    with pytest.raises(SystemExit) as leave:
+        command_line.read([*SMALL, *words], {}, script, RunConfig)
+    said = capsys.readouterr().err.splitlines()
+    assert leave.value.code == 2 and codes_of(said) == ["two-data-sources"]
+    assert said[0].startswith("error: --packed-samples: ")
 
 
 def test_a_dry_run_compares_the_order_of_the_rows_with_the_checkpoints(tmp_path: Path, capsys):

@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 from megatron.addons.finetuning import packed_dataset
-from megatron.addons.finetuning.packed_dataset import PackedDataset, PackedFile, PackingRule
-from megatron.addons.finetuning.packed_samples import PackedSampler, open_files
+from megatron.addons.finetuning.packed_dataset import (
+    PackedDataset,
+    PackedFile,
+    PackedSampler,
+    PackingRule,
+)
+from megatron.addons.finetuning.packed_samples import open_files
 from megatron.addons.finetuning.tests.packed_files import Listed, build, write_file, write_pair
 from megatron.data.data_order import data_order_fingerprint
 from megatron.data.order_change import data_order_differences

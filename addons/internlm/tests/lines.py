@@ -13,7 +13,7 @@ from megatron.addons.finetuning.tests import packed_files
 from megatron.addons.internlm.feature import InternlmConfig
 
 FORMATS = InternlmConfig.sample_formats
-build = partial(packed_files.build, source=Packed(FORMATS))
+build = partial(packed_files.build, source=Packed(formats=FORMATS))
 
 
 def write_lines(path: Path, samples: list[list[int]], dtype=np.int64) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.addons.finetuning.packed_samples import PackedSampler
+from megatron.addons.finetuning.packed_dataset import PackedSampler
 from megatron.data.samples import Samples
 from megatron.model.gpt import UNSMOOTHED_LOSS, TokenMetrics
 from megatron.parallel.context import Axis

@@ -134,7 +134,7 @@ def _samples(config: Config) -> Any:
     """Micro-batches of one shape on the host, as a loader hands them out."""
     rows = config.training.micro_batch_size
     length = config.model.seq_length
-    packed = config.data.packed_samples
+    packed = config.packed
     subset = config.counts_subsets and not packed
     shape = (1, 4, rows * length) if packed else (rows, length + 1 + subset)
     micro_batch = MicroBatch(torch.zeros(shape, dtype=torch.int64), packed, subset)
@@ -144,7 +144,7 @@ def _samples(config: Config) -> Any:
 def _count_subsets(run: Run) -> None:
     """As if all data were of one subset."""
     config = run.config
-    packed = config.data.packed_samples
+    packed = config.packed
     if config.counts_subsets:
         ctx = run.runtime.ctx
         subsets = SubsetMetrics(("train",), ctx, config.logging.log_accuracy, packed)

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.addons.finetuning.packed_samples import Packed
 from megatron.addons.object_storage import block_cache, mirror
 from megatron.addons.object_storage.block_cache import BlockCache, StoredFile
+from megatron.addons.object_storage.stored_source import InStore
 from megatron.addons.object_storage.tests.stored import stored_file
 from megatron.data.megatron_order import check_tokenizer
 from megatron.data.plan_table import Row
+from megatron.data.request import DataRequest
 from tests import problems
 from tests.core.data.corpora import build_datasets, data_flags, planned_rows, write_corpus
 from tests.core.data.parts.sets import cut_in_parts
@@ -104,19 +107,18 @@ def test_packed_samples_are_those_of_the_files(word: str, store: Path, tmp_path:
         for path in [*store.glob("*.idx"), *store.glob("*.bin"), *store.glob("c.parts/*")]:
             path.unlink()
         (store / "c.parts").rmdir()
-    flags = {"packed_samples": True}
-    sizes = {"sizes": (60, 0, 0), "sequence_length": 32}
-    sizes |= {"micro_batch_size": 2, "global_batch_size": 4}
-    here = data_flags(train_data_path=(word.replace("@", str(store)),), **flags)
+    request = DataRequest(
+        sizes=(60, 0, 0), sequence_length=32, micro_batch_size=2, global_batch_size=4
+    )
+    here = data_flags(train_data_path=(word.replace("@", str(store)),))
     bound = 24 * 4096
     data = data_flags(
         train_data_path=(word.replace("@", f"file://{store}"),),
         object_storage_cache_path=str(tmp_path / "cache"),
         object_storage_cache_gib=bound / (1 << 30),
-        **flags,
     )
-    local = build_datasets(here, **sizes)[0]
-    read = build_datasets(data, **sizes)[0]
+    local = Packed().build(here, request, [])[0]
+    read = InStore(Packed()).build(data, request, [])[0]
     assert len(read) == len(local) and read.order() == local.order()
     cache = block_cache.block_cache(str(tmp_path / "cache"))
     for number in range(len(local)):

@@ -6,9 +6,9 @@ import glob
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron import addons, object_stores
+from megatron import object_stores
 from megatron.config.checkpoint import is_url
 from megatron.config.checks.listing import as_number, listing, text_lines
 from megatron.config.data import DataConfig
@@ -25,7 +25,7 @@ def validation(d: DataConfig) -> Iterator[str]:
             not isinstance(words, str)
             and ("valid" in flag)
             and blend_problem(words) is None
-            and (_prefixes(words) is not words)
+            and (prefixes_in(words) is not words)
         ):
             if d.multiple_validation_sets:
                 yield (
@@ -145,7 +145,8 @@ def blend_problem(words: Sequence[str]) -> str | None:
     return None
 
 
-def _prefixes(words: Sequence[str]) -> Sequence[str]:
+def prefixes_in(words: Sequence[str]) -> Sequence[str]:
+    """The prefixes of a blend: `words` itself where it has no weights."""
     weighted = as_number(words[0]) is not None or words[0].startswith(EPOCHS)
     return words[1::2] if weighted and len(words) % 2 == 0 else words
 
@@ -161,11 +162,6 @@ def blends(d: DataConfig) -> Iterator[str]:
                 f"{flag} {words[0]}: epochs are kept by --data-order epoch only; add it, or give "
                 "weights [epochs-need-data-order-epoch]"
             )
-        elif d.packed_samples and not isinstance(words, str) and _prefixes(words) is not words:
-            yield (
-                f"{flag} {words[0]}: with --packed-samples each file is drawn from as often as it "
-                "has rows; drop the weights [packed-data-with-weights]"
-            )
         elif d.object_storage_cache_path is None and not isinstance(words, str):
             yield from (f"{flag}: {no_cache(url)}" for url in list(filter(is_url, words))[:1])
 
@@ -178,14 +174,16 @@ def no_cache(url: str) -> str:
     )
 
 
-def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
-    """The pairs that are not on this machine, and files of paths that cannot be read. `indices`:
-    of the formats of packed samples."""
+def missing_data(
+    d: DataConfig, missing: Callable[[str, str, int], Iterable[str]] | None = None
+) -> Iterator[str]:
+    """What the data flags name that is not on this machine, and files of paths that cannot be read.
+    `missing` says it of a flag, a word and the number of words; by default words are pairs."""
     for flag, words in read_blends(d):
         if isinstance(words, str):
             yield f"{flag}: {words}"
         elif blend_problem(words) is None:
-            prefixes = _prefixes(words)
+            prefixes = prefixes_in(words)
             numbers = [
                 p for p in prefixes if as_number(p) is not None and not os.path.exists(p + ".idx")
             ]
@@ -200,9 +198,7 @@ def missing_data(d: DataConfig, indices: Sequence[str]) -> Iterator[str]:
                     if not object_stores.is_installed():
                         yield f"{flag} {prefix}: {object_stores.MISSING}"
                     continue  # the store says so where it is read
-                packed = addons.module("packed_rules") if d.packed_samples else None
-                problems = packed.word_problems(flag, prefix, indices) if packed else None
-                yield from missing_pair(flag, prefix, len(words)) if problems is None else problems
+                yield from (missing or missing_pair)(flag, prefix, len(words))
 
 
 def missing_pair(flag: str, prefix: str, words: int) -> Iterator[str]:

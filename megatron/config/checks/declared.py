@@ -41,7 +41,7 @@ def required_and_excluded(f: Facts) -> Iterator[str]:
                     "[flag-needs-other-flag]"
                 )
         for excluded in flag.excludes:
-            if f[excluded] != f.flags[excluded].default:
+            if excluded in f.flags and f[excluded] != f.flags[excluded].default:
                 yield (
                     f"{f.say(excluded)} and {f.say(name)}: only one of these can be given "
                     "[flags-exclude-each-other]"

@@ -45,7 +45,7 @@ def _fused(f: Facts, flag: str, backend: str) -> Iterator[str]:
     if backend == "fused" and f["transformer_impl"] == "local":
         if f["fp64"]:
             yield f"{flag}: has no fp64; use auto [fused-attention-has-no-fp64]"
-        if f["reset_attention_mask"] or f["packed_samples"]:
+        if f["reset_attention_mask"] or f.config.packed:
             yield (
                 f"{flag}: torch's fused attention cannot mask documents without storing all "
                 "scores; use auto, or flash [fused-attention-has-no-document-masks]"
@@ -86,7 +86,6 @@ def _cuda_graphs(f: Facts) -> Iterator[str]:
     balancing = f["moe_router_load_balancing_type"]
     for name, refused, why in (
         ("reset_attention_mask", True, "each micro-batch has documents of other lengths"),
-        ("packed_samples", True, "each micro-batch has samples of other lengths"),
         ("attention_dropout", True, seed),
         ("moe_input_jitter_eps", True, seed),
         ("moe_router_force_load_balancing", True, seed),

@@ -1,7 +1,7 @@
 """What rules about files read: the names in a directory, the lines of a text."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 from megatron.small_files import read_text
@@ -31,21 +31,13 @@ def text_lines(path: str) -> list[str] | str:
         return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
 
 
-class HasIndex(Protocol):
-    """A format of packed samples: X.bin, and a file with `index` behind that name."""
-
-    index: str
-
-
 @runtime_checkable
 class KnowsFiles(Protocol):
     """A group of flags that knows files which the core does not, as features do."""
 
-    sample_formats: Sequence[HasIndex]
-
     @property
     def names_data(self) -> bool:
-        """Do its flags name the data?"""
+        """Do they name or choose the data?"""
 
     def missing(self) -> Iterable[str]:
         """What a real run would not find on this machine."""

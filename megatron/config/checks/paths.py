@@ -37,22 +37,15 @@ def missing(config: Config) -> list[str]:
     c = config.checkpoint
     knows = knowing(vars(config).values())
     lines = []
-    if not any(_data_flags(d).values()) and not any(group.names_data for group in knows):
+    if not any(data_flags(d).values()) and not any(group.names_data for group in knows):
         lines.append(
-            "no data: give --train-data-path FOLDER, or --dummy-data [data-missing]"
-            if d.packed_samples
-            else (
-                "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or "
-                "--mock-data [data-missing]"
-            )
+            "no data: give --data-path PREFIX (written by tools/preprocess_data.py), or "
+            "--mock-data [data-missing]"
         )
-    elif sum(_data_flags(d).values()) == 1 and has_files(d):
+    elif not config.packed and sum(data_flags(d).values()) == 1 and has_files(d):
         from megatron.config.checks.data_paths import missing_data
 
-        lines += missing_data(
-            d,
-            [sample_format.index for group in knows for sample_format in group.sample_formats],
-        )
+        lines += missing_data(d)
     lines += _tokenizer_files(d)
     if c.load is not None and not is_url(c.load):
         from megatron.config.checks import load_paths
@@ -99,7 +92,8 @@ def _unsafe_urls(c: CheckpointConfig) -> Iterator[str]:
             yield str(error)
 
 
-def _data_flags(d: DataConfig) -> dict[str, bool]:
+def data_flags(d: DataConfig) -> dict[str, bool]:
+    """The flags that name data, and which of them do."""
     per_split = {f"--{name}-data-path": getattr(d, f"{name}_data_path") for name in SPLITS}
     split_flags = [flag for flag, value in per_split.items() if value]
     return {
@@ -114,11 +108,11 @@ def _data_flags(d: DataConfig) -> dict[str, bool]:
 
 def has_files(d: DataConfig) -> bool:
     """Is any path of data named?"""
-    return any(value for flag, value in _data_flags(d).items() if "-path" in flag)
+    return any(value for flag, value in data_flags(d).items() if "-path" in flag)
 
 
 def _sources(d: DataConfig) -> Iterator[str]:
-    flags = [flag for flag, value in _data_flags(d).items() if value]
+    flags = [flag for flag, value in data_flags(d).items() if value]
     if len(flags) > 1:
         yield (
             f"{' and '.join(flags)}: each names the data of the run; give only one of them "
@@ -147,7 +141,7 @@ def _split(config: Config) -> Iterator[str]:
         return
     per_split = [
         flag
-        for flag, value in _data_flags(d).items()
+        for flag, value in data_flags(d).items()
         if value and "-data-" in flag and flag not in ("--data-path", "--data-args-path")
     ]
     if per_split:

@@ -8,7 +8,6 @@ what was requested. Files: `checks/paths.py`.
 from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
-from megatron import addons
 from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
 from megatron.config.checks.facts import Facts
@@ -186,12 +185,6 @@ def _local_copies(f: Facts) -> Iterator[str]:
         yield from rule(f)
 
 
-def _packed(f: Facts) -> Iterator[str]:
-    if f["packed_samples"]:
-        rules = addons.module("packed_rules")
-        yield from rules.rule(f) if rules else [f"--packed-samples: {addons.MISSING}"]
-
-
 _RULES = (
     declared.required,
     declared.limits,
@@ -202,7 +195,6 @@ _RULES = (
     _low_precision,
     _muon,
     _layout,
-    _packed,
     schedule.length_and_batch,
     schedule.learning_rate,
     model.recompute,

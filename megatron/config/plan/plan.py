@@ -183,7 +183,7 @@ def evaluation_batch(config: Config, batch: BatchSizeSchedule) -> EvaluationBatc
 def split_string(config: Config) -> str | None:
     """The split as Megatron prints it: None with per-split paths, equal parts of synthetic data."""
     d = config.data
-    if d.packed_samples or not (d.mock_data or d.data_path or d.data_args_path or d.split):
+    if config.packed or not (d.mock_data or d.data_path or d.data_args_path or d.split):
         return None
     return "1,1,1" if d.mock_data else d.split or "969, 30, 1"
 

@@ -58,10 +58,6 @@ def data_flags(**given: object) -> types.SimpleNamespace:
             "mid_level_dataset_surplus": 0.005,
             "data_order": "megatron",
             "multiple_validation_sets": False,
-            "packed_samples": False,
-            "pack_into_one": False,
-            "pad_samples": False,
-            "min_sample_length": 0,
             "dummy_data": None,
             **given,
         }

@@ -253,7 +253,6 @@ def test_a_dry_run_ends_with_what_is_not_on_this_machine(folder, tmp_path, capsy
         *(
             pytest.param(*case, marks=pytest.mark.campaign)
             for case in (
-                ("--train-data-path a --packed-samples", "--min-sample-length 9", True),
                 ("--data-path a", "--train-iters 400", True),  # read more often
                 ("--data-path a", "--seed 1235", True),
                 ("--data-path 1 a 2 b", "--data-path 2 a 1 b", True),

@@ -26,7 +26,6 @@ BASES = {
     "": BASE,
     "samples": BASE.replace("--train-iters 10", "--train-samples 100"),
     "long": BASE.replace("--train-iters 10", "--train-iters 1000"),
-    "packed": BASE.replace("--mock-data", "--packed-samples"),
     "files": BASE.replace(
         "--mock-data --vocab-size 100", "--vocab-file vocab.json --merge-file merges.txt"
     ),
@@ -35,7 +34,7 @@ BASES = {
 
 class Case(NamedTuple):
     """`flags` added to `base` on `world` ranks, without the flag `drop`: a line with `code` that
-    names `named`.
+    names `named`. `base`: one of BASES, or the flag in place of --mock-data.
 
     Words NAME=VALUE among the flags are set in the environment.
     """
@@ -59,7 +58,7 @@ class Case(NamedTuple):
         ranks = {"WORLD_SIZE": str(self.world), "RANK": "0"} if self.world > 1 else {}
         environ = {**ranks, **dict(word.split("=", 1) for word in given)}
         words = [word for word in self.flags if word not in given]
-        base = BASES[self.base]
+        base = BASES.get(self.base) or BASE.replace("--mock-data", self.base)
         if self.drop:
             base = re.sub(rf"{self.drop}( [^-]\S*)?( |$)", "", base)
         said = io.StringIO()

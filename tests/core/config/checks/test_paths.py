@@ -194,7 +194,7 @@ def test_blends_are_accepted_as_the_data_folder_accepts_them(words):
         assert data_paths.blend_problem(words.split())
     else:
         assert data_paths.blend_problem(words.split()) is None
-        assert list(data_paths._prefixes(words.split())) == prefixes
+        assert list(data_paths.prefixes_in(words.split())) == prefixes
 
 
 @pytest.mark.parametrize(
