@@ -20,20 +20,21 @@ if __name__ == "__main__":
 
 import functools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
-from megatron import addons, launcher, threads
+from megatron import launcher, threads
 from megatron.arguments import arg
-from megatron.inference.generate import LanguageModel, Result, stream
+from megatron.inference.generate import LanguageModel, Result
 from megatron.inference.sampling import Sampling
 from megatron.small_files import parse_json, read_text
-from tools.shared.program import run_program
+from tools.shared.program import added, run_program
 from tools.shared.trained_model import ModelOptions, SpeculativeOption
 
-if TYPE_CHECKING:
-    from megatron.inference.load_model import TrainedModel
+# Each has `problems` of the options, and `run` with (options, the model, what prints text, what
+# prints notes), which says whether the options asked for it.
+ADDED = added("generate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +51,6 @@ class Options(SpeculativeOption, ModelOptions):
         None,
         metavar="FILE",
         help='prompts of a file, one per line; of a .jsonl file, the "prompt" of each line',
-    )
-    chat: bool = arg(False, help="chat in the terminal: answer line after line of stdin")
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME|FILE",
-        help="with --chat: chatml, internlm2, llama3, zephyr or a Jinja file (default: the "
-        "tokenizer's, or plain roles if it has none)",
     )
     max_new_tokens: int = arg(100, minimum=1, help="largest number of tokens to generate")
     temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
@@ -96,14 +90,9 @@ class Options(SpeculativeOption, ModelOptions):
             )
         if self.prompt_file and not os.path.isfile(self.prompt_file):
             problems.append(f"--prompt-file {self.prompt_file}: no such file [file-not-readable]")
-        sources = [bool(self.prompts), self.prompt_file is not None, self.chat]
-        if sum(sources) > 1:
-            problems.append(
-                "PROMPT, --prompt-file and --chat: give one of them [flags-exclude-each-other]"
-            )
-        if self.chat and self.json:
-            problems.append("--chat and --json: give one of them [flags-exclude-each-other]")
-        return problems
+        if self.prompts and self.prompt_file is not None:
+            problems.append("PROMPT and --prompt-file: give one of them [flags-exclude-each-other]")
+        return [*problems, *(line for each in ADDED for line in each.problems(self))]
 
 
 def read_prompts(path: str) -> list[str]:
@@ -144,8 +133,7 @@ def run(options: Options) -> None:
     output = sys.stdout if sys.stdout.isatty() else interrupt.data_output()
     show = functools.partial(print, file=output) if launcher.rank() == 0 else _silent
     note = functools.partial(show, file=sys.stderr)
-    if options.chat:
-        chat(options, model.trained, show, note)
+    if any(each.run(options, model.trained, show, note) for each in ADDED):
         return
     results = model.stream(
         prompts,
@@ -190,57 +178,12 @@ def _written(options: Options, prompt: str, result: Result, number: int) -> str:
     )
 
 
-def chat(
-    options: Options,
-    trained: TrainedModel,
-    show: Callable[..., None],
-    note: Callable[[str], None],
-) -> None:
-    """Answer line after line of stdin (rank 0's) until it ends."""
-    from megatron.inference.engine import Engine, Request
-    from megatron.parallel.collectives import gather_objects
-
-    engine = Engine(trained.model, 1, drafts=options.num_speculative_tokens)
-    note(engine.size)
-    encoder = addons.needed("chat_prompts", "--chat").chat_of(trained, options.chat_template)
-    messages: list[dict[str, str]] = []
-    tp = trained.model.ctx.tp
-    while True:
-        line = _ask() if tp.rank == 0 else None
-        line = gather_objects(line, tp)[0]
-        if line is None:
-            if engine.drafted:
-                note(engine.acceptance)
-            return
-        messages.append({"role": "user", "content": line})
-        prompt = encoder.prompt(messages)
-        request = Request(prompt, options.max_new_tokens, options.sampling, encoder.stop_ids)
-        stop = (*options.stop, *encoder.stop)
-        answer = ""
-        for _, chunk, _ in stream(engine, [request], trained.tokenizer.detokenize, stop):
-            chunk = chunk if answer else chunk.lstrip()
-            answer += chunk
-            show(chunk, end="", flush=True)
-        show(flush=True)
-        messages.append({"role": "assistant", "content": answer.strip()})
-
-
-def _ask() -> str | None:
-    """The next line of the user that is not empty, None at the end of stdin."""
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            print(file=sys.stderr)
-            return None
-        if line.strip():
-            return line.strip()
-
-
 def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it could not be done, 2 a wrong command line, 130 Ctrl-C."""
+    bases = (*(each.Flags for each in ADDED), Options)
+    options = make_dataclass("Options", (), bases=bases, frozen=True, kw_only=True)
     return run_program(
-        Options, run, argv, prog="generate.py", description=__doc__ or "", check=Options.problems
+        options, run, argv, prog="generate.py", description=__doc__ or "", check=Options.problems
     )
 
 

@@ -18,9 +18,9 @@ import re
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 # numpy's, which nothing here needs; read when it is imported
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -35,7 +35,7 @@ from megatron.data.parts.part_set import PartSet
 from megatron.data.parts.plan import PART_BYTES, Task, task_of, units
 from megatron.data.parts.writers import writing
 from megatron.data.preprocess import sentences
-from megatron.data.preprocess.encode import Encoded, Job, tokenizer_of
+from megatron.data.preprocess.encode import Conversations, Encoded, Job, tokenizer_of
 from megatron.data.preprocess.encode_files import (
     EncodeLimits,
     descriptions,
@@ -49,7 +49,7 @@ from megatron.data.tokenizers.build import Tokenizer
 from megatron.data.tokenizers.metadata import fingerprint, vocabulary_of
 from megatron.problems import error_lines
 from tools.shared import hub_dataset
-from tools.shared.program import answer, out_of_range
+from tools.shared.program import added, answer, out_of_range
 from tools.shared.progress import Progress, clock
 
 TEXT_FILE = re.compile(rf"({'|'.join(map(re.escape, TEXT_SUFFIXES))})(\.\w+)?$")
@@ -95,18 +95,6 @@ class ReadConfig:
     lang: str = arg("english", help="with --split-sentences: language of the text")
     max_bad_records: int = arg(
         0, minimum=0, help="number of bad lines to report and skip before the run fails"
-    )
-    chat: bool = arg(
-        False,
-        help="documents are conversations: lists of messages with role and content (OpenAI), or "
-        "from and value (ShareGPT), under the key messages or conversations; writes token ids with "
-        "a loss mask for --packed-samples, in which only the assistant's turns are trained",
-    )
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME",
-        help="with --chat: chatml, internlm2, llama3, zephyr, or a file with a Jinja template "
-        "(default: the chat template in the directory of --tokenizer-model)",
     )
     hub: tuple[str, ...] = ()  # no flag: the data sets of hf:// with their revisions
 
@@ -193,6 +181,34 @@ class Config:
     tokenizer: TokenizerConfig
     write: WriteConfig
     run: RunConfig
+
+
+class DocumentFlags(Protocol):
+    """Flags of an add-on by which documents are something else than texts. `name` is in the names
+    of the files, in place of a key; empty where they do not ask for it."""
+
+    name: str
+
+    def problems(self, config: Config, texts: Sequence[str]) -> list[str]:
+        """What is wrong with these flags beside others and `texts`, the input files that are
+        texts."""
+
+    def open(self, config: Config, tokenizer: Tokenizer) -> Conversations:
+        """What reads the documents. Raises ValueError."""
+
+
+# Each has NAME and DocumentFlags.
+GROUPS = [(each.NAME, each.Flags) for each in added("preprocess_data")]
+TREE: type[Config] = make_dataclass("Config", GROUPS, bases=(Config,), frozen=True)
+
+
+def _of_add_ons(config: Config) -> list[DocumentFlags]:
+    return [getattr(config, name) for name, _ in GROUPS]
+
+
+def _documents(config: Config) -> DocumentFlags | None:
+    """The group of an add-on's flags that says what documents are."""
+    return next((each for each in _of_add_ons(config) if each.name), None)
 
 
 class Stopped(BaseException):
@@ -288,14 +304,14 @@ class FileCounts:
 def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     """The command line and its input files. Raises Problems with everything that is wrong."""
     parser = build_parser(
-        Config,
+        TREE,
         prog="preprocess_data.py",
         description=__doc__ or "",
         foreign_flags=lambda: ForeignFlags(explain=_refused),
     )
     parsed = parse(parser, argv)
     answer(parser, parsed)
-    config = config_from(Config, parsed.typed)
+    config = config_from(TREE, parsed.typed)
     hub = [word for word in config.read.input if word.startswith(hub_dataset.SCHEME)]
     files, problems, notes = input_files([word for word in config.read.input if word not in hub])
     problems += hub_dataset.problems(hub)
@@ -306,16 +322,16 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
         )
     if not config.read.input:
         problems.append("--input: is needed; give files or a directory [flag-missing]")
+    texts = [file for file in files if TEXT_FILE.search(file)]
     problems += (
         list(check_tokenizer.problems(config.tokenizer))
-        + _chat_problems(config, parsed.typed, files)
+        + [line for each in _of_add_ons(config) for line in each.problems(config, texts)]
         + _output_problems(config)
         + _task_problems(config, parsed.typed)
         + _order_problems(config, files)
         + _twice("--metadata-keys", config.read.metadata_keys)
         + out_of_range(parser, parsed)
     )
-    texts = [file for file in files if TEXT_FILE.search(file)]
     if texts and len(config.read.json_keys) > 1:
         problems.append(
             f"--json-keys {' '.join(config.read.json_keys)}: {texts[0]} has no keys, only a text; "
@@ -333,38 +349,6 @@ def read_command_line(argv: Sequence[str]) -> tuple[Config, list[str]]:
     fetched = [hub_dataset.fetched(word, config.write.output_prefix) for word in hub]
     read = replace(config.read, hub=tuple(each.origin for each in fetched))
     return replace(config, read=read), files + [each.path for each in fetched]
-
-
-def _chat_problems(config: Config, typed: Mapping[str, object], files: Sequence[str]) -> list[str]:
-    read = config.read
-    if not read.chat:
-        if read.chat_template is None:
-            return []
-        return ["--chat-template: only works with --chat; add it [flag-needs-other-flag]"]
-    if addons.module("conversations") is None:
-        return [f"--chat: {addons.MISSING}"]
-    problems = [
-        f"{flag}: has no meaning with --chat, whose template ends each turn itself; remove it "
-        "[flags-exclude-each-other]"
-        for flag, is_set in (
-            ("--append-eod", config.write.append_eod),
-            ("--split-sentences", read.split_sentences),
-            ("--txt-lines", read.txt_lines),
-        )
-        if is_set
-    ]
-    if "json_keys" in typed and len(read.json_keys) > 1:
-        problems.append(
-            f"--json-keys {' '.join(read.json_keys)}: --chat reads one conversation from each "
-            "record; give one key [json-keys-malformed]"
-        )
-    texts = [file for file in files if TEXT_FILE.search(file)]
-    if texts:
-        problems.append(
-            f"--input {texts[0]}: a text has no messages; give JSON Lines or parquet with --chat "
-            "[flags-exclude-each-other]"
-        )
-    return problems
 
 
 def _task_problems(config: Config, typed: Mapping[str, object]) -> list[str]:
@@ -520,10 +504,10 @@ def _existing(config: Config) -> list[str]:
 
 
 def _pairs(config: Config) -> list[str]:
-    if config.read.chat:
-        return [f"{config.write.output_prefix}_chat_document"]
     level = "sentence" if config.read.split_sentences else "document"
-    return [f"{config.write.output_prefix}_{key}_{level}" for key in config.read.json_keys]
+    documents = _documents(config)
+    keys = (documents.name,) if documents else config.read.json_keys
+    return [f"{config.write.output_prefix}_{key}_{level}" for key in keys]
 
 
 def run(config: Config, files: Sequence[str], stop: Stop) -> str:
@@ -627,12 +611,8 @@ def _prepared(config: Config) -> tuple[Job, Tokenizer]:
     )
     tokenizer = tokenizer_of(job.tokenizer)
     _check_tokenizer(job, tokenizer)
-    if read.chat:
-        key = None if read.json_keys == ("text",) else read.json_keys[0]
-        chat = addons.needed("conversations", "--chat").open_conversations(
-            job.tokenizer, tokenizer, read.chat_template, key, write.allow_special_tokens
-        )
-        job = replace(job, keys=("chat",), chat=chat)
+    if documents := _documents(config):
+        job = replace(job, keys=(documents.name,), chat=documents.open(config, tokenizer))
     return job, tokenizer
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron import addons
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -375,8 +374,9 @@ def hf_export(
     with NativeCheckpoint(source, step, tokenizer) as native:
         model = as_hf(native, family, vocab_size)
         if chat_template:
-            chat = addons.needed("chat_prompts", "--chat-template")
-            template = chat.template_for(native.tokenizer(), chat_template, None)
+            from ..finetuning.encode import template_for
+
+            template = template_for(native.tokenizer(), chat_template, None)
             model = replace(
                 model, files={**model.files, "chat_template.jinja": template.source.encode()}
             )

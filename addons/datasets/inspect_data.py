@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron import addons, interrupt
+from megatron import interrupt
 from megatron.addons.datasets.source_reader import DocumentSources
 from megatron.arguments import arg, values_of
 from megatron.config.checks import tokenizer as check_tokenizer
@@ -377,8 +377,9 @@ def show(options: ShowOptions) -> int:
     )
     before, after = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     tokenizer = tokenizer_from(options)
-    packed = addons.needed("packed_samples", "show")
-    _, files = packed.open_files([options.prefix], tokenizer.identity(), FORMATS)
+    from ..finetuning.packed_samples import open_files
+
+    _, files = open_files([options.prefix], tokenizer.identity(), FORMATS)
     samples = files[0][1]
     if options.document >= len(samples.lengths):
         raise ValueError(

@@ -17,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 
-from megatron import addons
 from megatron.arguments import arg
 from megatron.data.blend.paths import PARTIAL
 from megatron.data.indexed_dataset import bin_path, idx_path
@@ -90,7 +89,9 @@ def to_megatron(
 
 def to_internlm(path: str, out: str, progress: Callable[[int, int], None]) -> tuple[int, int]:
     """The same, the other way."""
-    documents = addons.needed("packed_samples", "to-internlm").Documents(path[:-4])
+    from ..finetuning.documents import Documents
+
+    documents = Documents(path[:-4])
     with JsonlWriter(f"{out}.bin") as writer:
         for number, length in enumerate(documents.lengths.tolist()):
             writer.add(documents.read(number, 0, length) if length else np.empty(0, np.int64))
@@ -112,8 +113,9 @@ def outputs(folder: str, out: str, to: type) -> Iterator[tuple[str, str]]:
     indices = (meta_path, lambda path: idx_path(path[:-4]))
     input_index, output_index = indices if to is ToMegatron else indices[::-1]
     notes = (lambda path: json_path(path[:-4]),) if to is ToMegatron else ()
-    files = addons.needed("packed_samples", folder).token_files(folder)
-    inputs = [path for path in files if os.path.exists(input_index(path))]
+    from ..finetuning.folders import token_files
+
+    inputs = [path for path in token_files(folder) if os.path.exists(input_index(path))]
     if not inputs:
         raise ValueError(
             f"{folder}: holds no .bin with a {'.bin.meta' if to is ToMegatron else '.idx'} next to "

@@ -12,7 +12,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 
-from megatron import addons
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.inference.engine import Engine, Request
 from megatron.inference.load_model import TrainedModel, open_trained_model
@@ -192,14 +191,17 @@ class MegatronGPT(TemplateLM):
 
     @property
     def _template(self) -> Any:
-        chat = addons.needed("chat_prompts", "--apply_chat_template")
-        return chat.template_for(self._tokens, self._template_name, self._tokenizer_folder)
+        from ..finetuning.encode import template_for
+
+        return template_for(self._tokens, self._template_name, self._tokenizer_folder)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt of a conversation. Raises ValueError without a chat template."""
-        messages = addons.needed("chat_prompts", "--apply_chat_template").checked(chat_history)
+        from ..finetuning.messages import checked
+
+        messages = checked(chat_history)
         prompt: str = self._template.text(messages, add_generation_prompt=add_generation_prompt)
         return prompt
 

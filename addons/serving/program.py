@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron import addons, launcher, threads
+from megatron import launcher, threads
 from megatron.arguments import arg
 from tools.shared.program import run_program
 from tools.shared.trained_model import ModelOptions, SpeculativeOption
@@ -129,6 +129,7 @@ def run(options: Options) -> None:
 
     from megatron.inference.engine import Engine
 
+    from ..finetuning.chat_prompts import chat_of
     from .access import Access, is_loopback
     from .app import Limits, Served, build_app
     from .connections import (
@@ -143,7 +144,7 @@ def run(options: Options) -> None:
     listener = _listen(options.host, options.port, QUEUE)
     drafts = options.num_speculative_tokens
     trained = options.open(drafts=drafts)
-    chat = addons.needed("chat_prompts", "tools/serve.py").chat_of(trained, options.chat_template)
+    chat = chat_of(trained, options.chat_template)
     positions = trained.model.max_positions
     if (options.max_model_len or 0) > positions:
         raise ValueError(

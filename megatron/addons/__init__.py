@@ -3,12 +3,7 @@ package is megatron.addons.NAME. The core finds them by their folders and names 
 
 import importlib
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-MISSING = (
-    "this installation has no add-on for it; install the suite with it [feature-not-installed]"
-)
 _CHECKOUT = Path(__file__).resolve().parents[2]
 if (_CHECKOUT / "pyproject.toml").is_file():
     __path__.append(str(_CHECKOUT / "addons"))
@@ -26,20 +21,6 @@ def modules(name: str) -> list[str]:
         for folder in map(Path, __path__)
         for file in sorted(folder.glob(f"*/**/{name}.py"))
     ]
-
-
-def module(name: str) -> ModuleType | None:
-    """The module of this name, of the add-on that has it; None where none has."""
-    names = modules(name)
-    return importlib.import_module(names[0]) if names else None
-
-
-def needed(name: str, flag: str) -> Any:
-    """The module of this name, without which `flag` cannot work. Raises ValueError where no add-on
-    has it."""
-    if (needed_module := module(name)) is None:
-        raise ValueError(f"{flag}: {MISSING}")
-    return needed_module
 
 
 for _name in modules("import_finder"):  # what answers to other names below `megatron`

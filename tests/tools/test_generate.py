@@ -255,7 +255,6 @@ def test_several_prompts_get_together_what_they_get_alone(run, talk, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["1", "--chat"], "--chat: "),
         (["1", "--prompt-file", "none.txt"], "--prompt-file none.txt: "),
         (["1", "--logprobs", "3"], "--logprobs 3: must be"),
         (["1", "--batch-size", "0"], "--batch-size 0: must be"),
@@ -271,24 +270,6 @@ def test_a_file_of_prompts_that_is_not_utf8(run, talk, tmp_path):
     code, _, errors = talk(run, "--prompt-file", tmp_path / "p.txt")
     assert code == 1
     assert_problem(errors.splitlines()[-1], "bad-record", "--prompt-file", "byte 1")
-
-
-@pytest.fixture(scope="module")
-def bytes_run(tmp_path_factory) -> Path:
-    """A run whose tokens are bytes."""
-    folder = tmp_path_factory.mktemp("bytes")
-    flags = [*"--tokenizer-type ByteTokenizer --vocab-size 257".split()]
-    sizes = with_flags(TRAIN, *flags, "--seq-length", "64", "--max-position-embeddings", "64")
-    train(folder / "log", [*sizes, "--save", str(folder / "run")])
-    return folder / "run"
-
-
-def test_chat_answers_each_line_of_stdin(bytes_run):
-    command = [sys.executable, str(TOOL), str(bytes_run), "--chat", "--max-new-tokens", "5"]
-    done = subprocess.run(command, input=b"Hello\n\nand you?\n", capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(b"\n> > > > \n") == 1  # two answers, an empty line, the end
-    assert done.stdout.count(b"\n") >= 2
 
 
 def test_generate_of_python_is_that_of_the_tool(run, talk):

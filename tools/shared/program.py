@@ -6,14 +6,16 @@ is immediate.
 """
 
 import difflib
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, TypeVar
 
-from megatron import explain
+from megatron import addons, explain
 from megatron.arguments import Parsed, Parser, flags_of_group, parse
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.problems import error_lines
@@ -55,6 +57,12 @@ def read(
     for note in parsed.notes:
         print(f"note: {note}", file=sys.stderr)
     return typed_options
+
+
+def added(program: str) -> list[ModuleType]:
+    """What add-ons add to a program of tools/: their modules PROGRAM_flags.py, each with the
+    dataclass `Flags` and what the program asks of it."""
+    return [importlib.import_module(name) for name in addons.modules(f"{program}_flags")]
 
 
 def answer(parser: Parser, parsed: Parsed) -> None:

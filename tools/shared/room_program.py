@@ -2,7 +2,6 @@
 such folder."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 
@@ -10,25 +9,21 @@ from megatron import interrupt
 
 
 def call(module: str, argv: Sequence[str]) -> int:
-    """Run main of the module of this dotted name; its exit code, or 2 where its folder has been
-    deleted."""
-    if not _is_installed(module):
-        folder = "/".join(module.split(".")[1:3])
+    """Run main of the module of this dotted name; its exit code, or 2 where its folder, or that of
+    another add-on that it needs, has been deleted."""
+    try:
+        code: int = importlib.import_module(module).main(argv)
+        return code
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith("megatron.addons."):
+            raise
         print(
-            f"error: {folder}/ is not there, which has this program; install the suite with it "
-            "[feature-not-installed]",
+            f"error: {'/'.join(missing.split('.')[1:3])}/ is not there, which this program needs; "
+            "install the suite with it [feature-not-installed]",
             file=sys.stderr,
         )
         return 2
-    code: int = importlib.import_module(module).main(argv)
-    return code
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def run(module: str) -> None:
