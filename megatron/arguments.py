@@ -344,11 +344,6 @@ class Extension:
     # values that it adds to flags of other groups, by field name
     adds: ClassVar[Mapping[str, Mapping[str, AddedValue]]] = {}
 
-    @property
-    def packs(self) -> bool:
-        """Do its flags ask for packed samples (`config.tree.Config.packed`)?"""
-        return False
-
     @classmethod
     def foreign_flags(cls) -> ForeignFlags | None:
         """Flags of another program that it reads; one extension of a program may have some."""

@@ -20,7 +20,7 @@ from megatron.config.load_order import newest, newest_with_good_args
 from megatron.config.logging import SHORT
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TOKENIZER_FILES
-from megatron.config.tree import Config
+from megatron.config.tree import Config, FeatureFlags
 from megatron.small_files import UnsafeName, path_inside
 
 
@@ -34,7 +34,8 @@ def take(typed: Mapping[str, Any], result: FromCheckpoint, tree: type[Config]) -
             "flags themselves [checkpoint-args-not-local]"
         )
         return
-    if problem := of_another_suite(load, typing.get_type_hints(tree).values()):
+    groups = typing.get_type_hints(tree).values()
+    if problem := of_another_suite(load, [g for g in groups if issubclass(g, FeatureFlags)]):
         result.problems.append(problem)
         # they come from the converted checkpoint
         result.lost |= {name for name, flag in flags_of(Config).items() if flag.group == "model"}

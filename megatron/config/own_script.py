@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.arguments import flags_of_group
-from megatron.config.checks.listing import KnowsFiles
 from megatron.config.script import Script
-from megatron.config.tree import Config
+from megatron.config.tree import Config, FeatureFlags
 
 # Flags that the data sets of a script's own read as they like.
 SOURCES = (
@@ -49,7 +48,7 @@ def _with_own_data(config: Config) -> tuple[Config, list[str]]:
     of_features = {
         name: group
         for name, group in vars(config).items()
-        if isinstance(group, KnowsFiles) and group.names_data
+        if isinstance(group, FeatureFlags) and group.names_data
     }
     choosing = ["--dummy-data"] * (d.dummy_data is not None) + [
         flag.spelling

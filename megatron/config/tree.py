@@ -1,8 +1,10 @@
 """All groups of the command line in one frozen tree."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatron.arguments import Extension, values_of
 from megatron.config.checkpoint import CheckpointConfig
@@ -42,6 +44,39 @@ class Demands:
     changes_after: tuple[int, ...] = ()
 
 
+class FeatureFlags(Extension):
+    """A group of flags of a feature, as checks and plan see it."""
+
+    def check(self, facts: Any) -> Iterable[str]:
+        """One line for each problem of its flags (`checks.facts.Facts`) that their declarations do
+        not say."""
+        return ()
+
+    @property
+    def packs(self) -> bool:
+        """Do they ask for packed samples (`Config.packed`)?"""
+        return False
+
+    @property
+    def names_data(self) -> bool:
+        """Do they name or choose the data, so that the core's need not?"""
+        return False
+
+    def missing(self) -> Iterable[str]:
+        """One line for each file that they name and a run would not find here."""
+        return ()
+
+    @staticmethod
+    def converter_command(load: str) -> str | None:
+        """The command and source of tools/convert_checkpoint.py with which it reads a directory
+        that --load names; None if it cannot."""
+        return None
+
+    def demands(self, config: Config) -> Demands:
+        """What it asks of the run."""
+        return Demands()
+
+
 @dataclass(frozen=True)
 class Config:
     """What the user asked for, unchanged; what follows from it lives in
@@ -75,10 +110,14 @@ class Config:
         return backend
 
     @property
+    def of_features(self) -> list[FeatureFlags]:
+        """The groups of features."""
+        return [group for group in vars(self).values() if isinstance(group, FeatureFlags)]
+
+    @property
     def demands(self) -> list[Demands]:
         """Those of its features."""
-        groups = vars(self).values()
-        return [group.demands(self) for group in groups if isinstance(group, HasDemands)]
+        return [group.demands(self) for group in self.of_features]
 
     @property
     def other_models(self) -> dict[str, Callable[[Any, int], int]]:
@@ -108,7 +147,7 @@ class Config:
     def packed(self) -> bool:
         """Is each micro-batch one row of micro-batch-size samples, which has labels, positions and
         subsets of its own, and in which attention stays inside a sample?"""
-        return any(group.packs for group in vars(self).values() if isinstance(group, Extension))
+        return any(group.packs for group in self.of_features)
 
     @property
     def counts_subsets(self) -> bool:
@@ -118,18 +157,10 @@ class Config:
     def added(self, name: str) -> Callable[..., Any] | None:
         """What makes that which the value of a flag names, if a feature adds this value."""
         value = values_of(self)[name]
-        for group in vars(self).values():
-            if isinstance(group, Extension) and value in group.adds.get(name, {}):
+        for group in self.of_features:
+            if value in group.adds.get(name, {}):
                 return group.adds[name][value].make
         return None
-
-
-@runtime_checkable
-class HasDemands(Protocol):
-    """A group of flags that asks something of the run, as features do."""
-
-    def demands(self, config: Config) -> Demands:
-        """What it asks."""
 
 
 def with_features(features: Iterable[type]) -> type[Config]:

@@ -6,14 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron.arguments import Extension
-from megatron.config.tree import Config, Demands
+from megatron.config.tree import Config, FeatureFlags
 from megatron.data.sample_formats import SampleFormat
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reading import Checkpoint
     from megatron.checkpoint.sharded_reader import Reader
-    from megatron.config.checks.facts import Facts
     from megatron.config.command_line import CommandLine
     from megatron.config.plan.plan import Plan
     from megatron.data.sources import DataSource
@@ -37,29 +35,16 @@ class Loop(NamedTuple):
     saving: SavePolicy
 
 
-class Feature(Extension):
+class Feature(FeatureFlags):
     """A frozen dataclass with the feature's flags (fields made by `arguments.arg`) and, of these
-    points, those that it needs. It is read before torch is imported: what is heavy is imported
-    inside the points. `adds` has the values that it adds to flags of the core, each with what makes
-    a `LogFormat` (--log-format) of configuration, plan and `Runtime`, a `Scheme` (--init-scheme) of
-    the model's flags, or `GeneratedSamples` (--dummy-data). What it adds to
-    tools/convert_checkpoint.py is a converter.py beside it."""
+    points and those of `FeatureFlags`, those that it needs. It is read before torch is imported:
+    what is heavy is imported inside the points. `adds` has the values that it adds to flags of the
+    core, each with what makes a `LogFormat` (--log-format) of configuration, plan and `Runtime`, a
+    `Scheme` (--init-scheme) of the model's flags, or `GeneratedSamples` (--dummy-data). What it
+    adds to tools/convert_checkpoint.py is a converter.py beside it."""
 
     # for --packed-samples: its formats of files beside .bin/.idx pairs
     sample_formats: ClassVar[Sequence[SampleFormat]] = ()
-
-    def check(self, facts: Facts) -> Iterable[str]:
-        """One line for each problem of its flags that their declarations do not say."""
-        return ()
-
-    @property
-    def names_data(self) -> bool:
-        """Do its flags name the data, so that the core's need not?"""
-        return False
-
-    def missing(self) -> Iterable[str]:
-        """One line for each file that its flags name and a run would not find here."""
-        return ()
 
     def tokenizer_problems(self, tokenizer: Tokenizer, line: CommandLine) -> Iterable[str]:
         """One line for each problem of the run's tokenizer, before torch is loaded. It may set what
@@ -74,12 +59,6 @@ class Feature(Extension):
     def reader(self, reader: Reader, run: Run, checkpoint: Checkpoint) -> Reader:
         """What reads the tensors of a checkpoint for the run, if not `reader`, which is closed."""
         return reader
-
-    @staticmethod
-    def converter_command(load: str) -> str | None:
-        """The command and source of tools/convert_checkpoint.py with which it reads a directory
-        that --load names; None if it cannot."""
-        return None
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterable[str]:
         """Lines that --dry-run prints after the plan."""
@@ -96,10 +75,6 @@ class Feature(Extension):
 
     def prepare(self, config: Config) -> None:
         """What can fail before the ranks connect. Raises ValueError."""
-
-    def demands(self, config: Config) -> Demands:
-        """What it asks of the run."""
-        return Demands()
 
     def writers(self, config: Config, world_size: int) -> Iterable[ResultWriter]:
         """Where the last rank stores results, beside --metrics-file. Raises ValueError or OSError

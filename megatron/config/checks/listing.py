@@ -1,8 +1,6 @@
 """What rules about files read: the names in a directory, the lines of a text."""
 
 import os
-from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from megatron.small_files import read_text
 
@@ -29,24 +27,3 @@ def text_lines(path: str) -> list[str] | str:
         return read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error}) [file-not-readable]"
-
-
-@runtime_checkable
-class KnowsFiles(Protocol):
-    """A group of flags that knows files which the core does not, as features do."""
-
-    @property
-    def names_data(self) -> bool:
-        """Do they name or choose the data?"""
-
-    def missing(self) -> Iterable[str]:
-        """What a real run would not find on this machine."""
-
-    @staticmethod
-    def converter_command(load: str) -> str | None:
-        """What tools/convert_checkpoint.py reads the checkpoint of another suite with."""
-
-
-def knowing(groups: Iterable[object]) -> list[KnowsFiles]:
-    """Those of the groups that know files."""
-    return [group for group in groups if isinstance(group, KnowsFiles)]

@@ -6,11 +6,12 @@ import shlex
 from collections.abc import Iterable, Iterator
 
 from megatron.config.checkpoint import CheckpointConfig, is_url
-from megatron.config.checks.listing import KnowsFiles, knowing, listing
+from megatron.config.checks.listing import listing
 from megatron.config.run_directory import FINAL, MANIFEST, TRACKER
+from megatron.config.tree import FeatureFlags
 
 
-def problems(load: str, c: CheckpointConfig, groups: Iterable[object]) -> Iterator[str]:
+def problems(load: str, c: CheckpointConfig, groups: Iterable[FeatureFlags]) -> Iterator[str]:
     """What is wrong with the directory of --load."""
     if not os.path.lexists(load) and not _same_path(load, c.save):
         yield (
@@ -79,11 +80,10 @@ def _same_path(first: str, second: str | None) -> bool:
     return second is not None and os.path.realpath(first) == os.path.realpath(second)
 
 
-def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
+def of_another_suite(load: str, groups: Iterable[FeatureFlags | type[FeatureFlags]]) -> str | None:
     """The problem of a --load that only the converter can read: without this, training would find
-    no checkpoint and start from random weights. `groups`: those of the command line, or their
-    classes."""
-    command = _converter_command(load, knowing(groups))
+    no checkpoint and start from random weights. `groups`: of features, or their classes."""
+    command = _converter_command(load, groups)
     return command and (
         f"--load {load}: not a checkpoint of this suite; convert it: python "
         f"tools/convert_checkpoint.py {command}, then give --load DIR "
@@ -91,7 +91,9 @@ def of_another_suite(load: str, groups: Iterable[object]) -> str | None:
     )
 
 
-def _converter_command(load: str, groups: Iterable[KnowsFiles]) -> str | None:
+def _converter_command(
+    load: str, groups: Iterable[FeatureFlags | type[FeatureFlags]]
+) -> str | None:
     from megatron.config.load_order import newest
 
     first = newest(load)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megatron import launcher, object_stores
 from megatron.config.checkpoint import CheckpointConfig, is_url, staged, staged_name
 from megatron.config.checks import tokenizer as check_tokenizer
-from megatron.config.checks.listing import as_number, knowing
+from megatron.config.checks.listing import as_number
 from megatron.config.data import DataConfig
 from megatron.config.tree import Config
 from megatron.small_files import UnsafeName, safe_name
@@ -35,7 +35,7 @@ def missing(config: Config) -> list[str]:
     """What a real run would not find on this machine."""
     d = config.data
     c = config.checkpoint
-    knows = knowing(vars(config).values())
+    knows = config.of_features
     lines = []
     if not any(data_flags(d).values()) and not any(group.names_data for group in knows):
         lines.append(

@@ -5,8 +5,7 @@ Megatron-LM's, and this suite's own where Megatron would build something else th
 what was requested. Files: `checks/paths.py`.
 """
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from megatron.config.checks import declared, model, schedule, services
 from megatron.config.checks import paths as check_paths
@@ -15,15 +14,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.plan.parameters import freeze, parameter_table
 from megatron.config.tree import Config
 
+Rule = Callable[[Facts], Iterable[str]]
 WOULD_STOP = "a real run would stop: "  # notes of a dry run
-
-
-@runtime_checkable
-class HasRules(Protocol):
-    """A group of flags that has rules of its own, as features do."""
-
-    def check(self, facts: Facts) -> Iterable[str]:
-        """One line for each problem."""
 
 
 def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> list[str]:
@@ -34,10 +26,10 @@ def problems(config: Config, world_size: int, typed: Collection[str] = ()) -> li
     because it was given). Missing files are problems only of a real run, not with --dry-run.
     """
     facts = Facts(config, world_size, typed)
-    lines = [line for rule in _RULES for line in rule(facts)]
-    for group in vars(config).values():
-        if isinstance(group, HasRules):
-            lines += group.check(facts)
+    rules = [*_RULES, *(rule for rule, _ in _of_few_runs(facts))]
+    lines = [line for rule in rules for line in rule(facts)]
+    for group in config.of_features:
+        lines += group.check(facts)
     if config.optimizer.train_only and not lines:  # needs the sizes of a model without problems
         lines += _train_only(config)
     lines += check_paths.problems(config)
@@ -95,18 +87,8 @@ def notes(config: Config, world_size: int, typed: Collection[str] = ()) -> list[
             "--moe-router-force-load-balancing: experts are selected at random, for benchmarks; "
             "do not use the weights [experts-selected-at-random]"
         )
-    if _asks_for_layout(facts):
-        from megatron.config.checks import layout
-
-        lines += layout.notes(facts)
-    if _chooses_kernels(facts):
-        from megatron.config.checks import kernels
-
-        lines += kernels.notes(facts)
-    if _stores_16_bits(facts):
-        from megatron.config.checks import low_precision
-
-        lines += low_precision.notes(facts)
+    for _, notes_on in _of_few_runs(facts):
+        lines += notes_on(facts)
     lines += services.read_skips(facts)[1]
     if config.training.dry_run:
         lines += [f"{WOULD_STOP}{line}" for line in check_paths.missing(config)]
@@ -120,69 +102,47 @@ def _train_only(config: Config) -> Iterator[str]:
         yield str(error)
 
 
-def _fp8(f: Facts) -> Iterator[str]:
+def _of_few_runs(f: Facts) -> Iterator[tuple[Rule, Rule]]:
+    """Rules and notes about flags that few command lines have; their modules are loaded then."""
     if f["fp8"] is not None:
-        from megatron.config.checks.fp8 import rule
+        from megatron.config.checks import fp8
 
-        yield from rule(f)
-
-
-def _muon(f: Facts) -> Iterator[str]:
-    if f["optimizer"] == "muon":
-        from megatron.config.checks.muon import rule
-
-        yield from rule(f)
-
-
-def _stores_16_bits(f: Facts) -> bool:
-    """Do flags ask for gradients or moments in other dtypes than fp32?"""
+        yield fp8.rule, _nothing
+    # gradients or moments in other dtypes than fp32
     dtypes = (f["main_grads_dtype"], f["exp_avg_dtype"], f["exp_avg_sq_dtype"])
-    return f["use_precision_aware_optimizer"] or set(dtypes) != {"fp32"}
+    if f["use_precision_aware_optimizer"] or set(dtypes) != {"fp32"}:
+        from megatron.config.checks import low_precision
 
+        yield low_precision.rule, low_precision.notes
+    if f["optimizer"] == "muon":
+        from megatron.config.checks import muon
 
-def _low_precision(f: Facts) -> Iterator[str]:
-    if _stores_16_bits(f):
-        from megatron.config.checks.low_precision import rule
-
-        yield from rule(f)
-
-
-def _asks_for_layout(f: Facts) -> bool:
-    """Are there several ranks, or flags about them?"""
+        yield muon.rule, _nothing
+    # several ranks, or flags about them
     has_ranks = f["world_size"] is not None or f["dry_run"] or f.world_size > 1
-    return has_ranks or f.config.parallel != ParallelConfig()
+    if has_ranks or f.config.parallel != ParallelConfig():
+        from megatron.config.checks import layout
 
+        yield layout.rule, layout.notes
+    if f["replication"] or f["non_persistent_ckpt_type"] == "local":
+        from megatron.config.checks import local_copies
 
-def _layout(f: Facts) -> Iterator[str]:
-    if _asks_for_layout(f):
-        from megatron.config.checks.layout import rule
-
-        yield from rule(f)
-
-
-def _chooses_kernels(f: Facts) -> bool:
-    """Do flags ask for attention or modules other than the default ones, or for graphs?"""
-    return (
+        yield local_copies.rule, _nothing
+    # attention or modules other than the default ones, or graphs
+    if (
         f["use_flash_attn"]
         or not f["masked_softmax_fusion"]
         or f["attention_backend"] != "auto"
         or f["transformer_impl"] != "local"
         or f.config.kernels.cuda_graphs
-    )
+    ):
+        from megatron.config.checks import kernels
+
+        yield kernels.rule, kernels.notes
 
 
-def _kernels(f: Facts) -> Iterator[str]:
-    if _chooses_kernels(f):
-        from megatron.config.checks.kernels import rule
-
-        yield from rule(f)
-
-
-def _local_copies(f: Facts) -> Iterator[str]:
-    if f["replication"] or f["non_persistent_ckpt_type"] == "local":
-        from megatron.config.checks.local_copies import rule
-
-        yield from rule(f)
+def _nothing(f: Facts) -> Iterable[str]:
+    return ()
 
 
 _RULES = (
@@ -191,14 +151,8 @@ _RULES = (
     declared.required_and_excluded,
     model.shape,
     model.precision,
-    _fp8,
-    _low_precision,
-    _muon,
-    _layout,
     schedule.length_and_batch,
     schedule.learning_rate,
     model.recompute,
-    _local_copies,
     services.skipped,
-    _kernels,
 )
