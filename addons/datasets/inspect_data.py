@@ -28,9 +28,7 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.ledger import MASK, SKIPPED, read_ledger, sample_hash, tokens_hash
-from megatron.data.loss_mask import is_trained, tokens_of
 from megatron.data.sample_formats import SampleFile, SampleFormat
-from megatron.data.tokenizers import joined_metadata
 from megatron.data.tokenizers import metadata as provenance
 from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
 from megatron.features.registry import FEATURES
@@ -39,6 +37,7 @@ from tools.shared.program import Command, run_command, said
 from tools.shared.run_data import Reading, find_document, open_run, show_samples
 from tools.shared.run_options import RunOptions
 
+from . import joined_metadata
 from .original import original_record
 
 HEAD = 16  # tokens of a piece that are shown as text
@@ -195,6 +194,8 @@ def check_pair(
 def _loss_mask(corpus: IndexedDataset, marked: int, all_tokens: bool) -> dict[str, Any]:
     """Of chat data: the range of the ids that the model reads, and with `all_tokens` how many are
     trained. Raises ValueError if `said`, of the .json, is another number."""
+    from ..finetuning.loss_mask import is_trained, tokens_of
+
     low = None
     high = -1
     trained = 0
@@ -347,6 +348,8 @@ def check(options: CheckOptions) -> int:
 
 def describe_document(samples: SampleFile, number: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Its tokens, and its text in parts that are trained or not."""
+    from ..finetuning.loss_mask import is_trained, tokens_of
+
     stored = samples.read(number, 0, int(samples.lengths[number]))
     ids = tokens_of(stored)
     trained = is_trained(stored)

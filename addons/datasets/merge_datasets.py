@@ -40,10 +40,11 @@ from megatron.data.pair_checksums import describe_with_sums, verify_tokens
 from megatron.data.parts import part_set
 from megatron.data.preprocess.dataset_writer import write_index
 from megatron.data.tokenizers import metadata
-from megatron.data.tokenizers.joined_metadata import common_maker, joined_counts
 from megatron.data.tokenizers.metadata import json_path
 from tools.shared.program import run_program
 from tools.shared.progress import Progress
+
+from .joined_metadata import common_maker, joined_counts
 
 CHUNK = 8 << 20  # bytes that are copied at a time
 MOST_THREADS = 16

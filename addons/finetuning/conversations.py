@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.loss_mask import count_trained, mark
 from megatron.data.preprocess.trial import try_first
 from megatron.data.tokenizers.base import Tokenizer
 
 from .encode import ChatEncoder, template_for
+from .loss_mask import count_trained, mark
 from .messages import TOOLS, UNREAD, Message, conversation_of, tools_of
 from .templates import ChatTemplate
 

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from megatron.data.index_helpers import shuffle
-from megatron.data.loss_mask import labels_of, tokens_of
 from megatron.data.sample_formats import SampleFile
 from megatron.data.sample_lookup import (
     LABELS,
@@ -29,6 +28,8 @@ from megatron.data.sample_lookup import (
     check_document,
 )
 from megatron.data.sampler import SequentialSampler
+
+from .loss_mask import labels_of, tokens_of
 
 Mode = Literal["pieces", "blocks", "padded"]
 SEED = 1024  # of both shuffles, whatever --seed is: a file's samples lie alike in every run

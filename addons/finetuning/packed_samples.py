@@ -9,7 +9,6 @@ from megatron.data.blend.paths import expand
 from megatron.data.blend.splits import SPLITS
 from megatron.data.build import Blends, Splits, read_blends
 from megatron.data.indexed_dataset import IndexedDataset, idx_path
-from megatron.data.loss_mask import tokens_of
 from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_formats import GeneratedSamples, SampleFile, SampleFormat
@@ -19,6 +18,7 @@ from megatron.data.tokenizers import metadata as provenance
 
 from .documents import Documents
 from .folders import subset_names, subset_of, token_files
+from .loss_mask import tokens_of
 from .packed_dataset import Mode, PackedDataset, PackedFile, PackingRule
 
 HEAD = 1024  # ids of a file's first sample that are compared with the vocabulary at the start

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from megatron.analysis.log_reader import without_nan
 from tools.shared.program import complain
 from tools.shared.run_data import Reading, find_document, open_run, show_samples
 
+from .no_nan import without_nan
 from .options import DocsOptions
 from .suspects import Suspect, batch_rows, height, neighbours, suspects, usual
 

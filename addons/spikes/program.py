@@ -13,13 +13,13 @@ import json
 import shlex
 from collections.abc import Sequence
 
-from megatron.analysis.log_reader import without_nan
 from megatron.analysis.run_reader import RecordedRun, checkpoints, read_run
 from megatron.features.registry import READERS
 from megatron.features.spikes.detector import LEAST
 from tools.shared.program import Command, complain, run_command
 
 from .events import Event, find_events, log_interval, not_judged
+from .no_nan import without_nan
 from .options import AnalyzeOptions, DocsOptions, ReplayOptions, VerifyOptions
 from .picture import draw
 

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from megatron import threads
-from megatron.analysis import log_reader
 from megatron.analysis.run_reader import checkpoints
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.inference.load_model import TrainedModel, open_trained_model
@@ -31,6 +30,7 @@ from tools.shared.progress import Progress
 from tools.shared.run_data import Reading, open_run
 
 from .loss_outliers import Scale, mean_loss, scale_of
+from .no_nan import without_nan
 from .options import ReplayOptions
 from .suspects import (
     BatchRow,
@@ -228,9 +228,7 @@ def _replayed(
         highest = sorted(highest + rows, key=lambda row: -height(row[0].loss))[: args.top]
         if args.json:
             for row in rows:
-                print(
-                    json.dumps(log_reader.without_nan(_as_json(reading, row, measures))), flush=True
-                )
+                print(json.dumps(without_nan(_as_json(reading, row, measures))), flush=True)
         else:
             print(_line(iteration, [row for row, _ in rows]), flush=True)
     progress.clear()

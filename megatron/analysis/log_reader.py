@@ -309,12 +309,3 @@ def read_points(points: Iterable[tuple[str, int, float]]) -> Log:
         numbers["skipped"] = float("loss" not in numbers)
         written.records.append(_record({"iteration": str(iteration)}, numbers))
     return written if any(record.trained for record in written.records) else Log([], [])
-
-
-def without_nan(value: object) -> object:
-    """JSON has no NaN: such numbers are written as strings."""
-    if isinstance(value, dict):
-        return {key: without_nan(element) for key, element in value.items()}
-    if isinstance(value, list):
-        return [without_nan(element) for element in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -128,11 +128,6 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str], path: Path) -
     return len(text).to_bytes(8, "little") + text
 
 
-def host_copy(entry: Entry) -> torch.Tensor:
-    """The entry's tensor on the CPU, row-major; itself where it is both already."""
-    return row_major(entry).to("cpu")
-
-
 def row_major(entry: Entry) -> torch.Tensor:
     """The entry's tensor on its device, row-major; itself where it is so already."""
     tensor = entry.data if isinstance(entry.data, torch.Tensor) else entry.data()

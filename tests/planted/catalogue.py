@@ -1740,7 +1740,7 @@ BUGS = {
         "test_each_assistant_turn_and_its_end_token_and_nothing_else[chatml]",
     ),
     "id 0 in an answer is not trained": Bug(
-        "megatron.data.loss_mask.mark",
+        "addons.finetuning.loss_mask.mark",
         "np.where(ids == 0, TRAINED_ZERO, ids)",
         "ids",
         f"{CHAT}::test_the_loss_is_that_of_the_assistants_tokens_alone[pad_samples]",

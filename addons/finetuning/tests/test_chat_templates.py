@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from megatron.addons.finetuning.encode import ChatEncoder, template_for
+from megatron.addons.finetuning.loss_mask import is_trained, tokens_of
 from megatron.addons.finetuning.messages import conversation_of, tools_of
 from megatron.addons.finetuning.templates import BUILT_IN, ChatTemplate
 from megatron.addons.finetuning.tests import tool_records
 from megatron.addons.finetuning.tests.conversations import CONTROL, CONVERSATIONS, FOREIGN
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loss_mask import is_trained, tokens_of
 from megatron.data.tokenizers.build import build_tokenizer
 from tests.load_tool import exit_code, load_tool
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron.addons.finetuning.encode import ChatEncoder, template_for
+from megatron.addons.finetuning.loss_mask import is_trained, labels_of, mark, tokens_of
 from megatron.addons.finetuning.tests.conversations import CONVERSATIONS, EXPECTED
-from megatron.data.loss_mask import is_trained, labels_of, mark, tokens_of
 from megatron.data.tokenizers.build import Tokenizer, build_tokenizer
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece, write_tiktoken
 

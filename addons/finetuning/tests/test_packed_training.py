@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.addons.finetuning.loss_mask import mark
 from megatron.addons.finetuning.packed_dataset import PackedFile, PackingRule
 from megatron.addons.finetuning.tests.packed_files import Listed, build, write_file, write_pair
-from megatron.data.loss_mask import mark
 from megatron.data.sample_lookup import LABELS, POSITIONS, TOKENS
 from megatron.kernels.select import kernel_table
 from megatron.model import gpt

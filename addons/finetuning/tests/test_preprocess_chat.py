@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from megatron.addons.finetuning.conversations import open_conversations
+from megatron.addons.finetuning.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.addons.finetuning.templates import BUILT_IN
 from megatron.addons.finetuning.tests.conversations import CONVERSATIONS, EXPECTED
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loss_mask import TRAINED_ZERO, is_trained, tokens_of
 from megatron.data.tokenizers.build import ByteTokenizer
 from tests.load_tool import exit_code, load_tool
 from tests.problems import assert_reported

@@ -52,7 +52,11 @@ def read_blends(d: DataConfig) -> list[tuple[str, list[str] | str]]:
         words = blend_words(lines) if isinstance(lines, list) else lines
         blends.append((f"--data-args-path {d.data_args_path}", words))
     if d.per_split_data_args_path is not None:
-        blends += _split_file(d.per_split_data_args_path)
+        flag = f"--per-split-data-args-path {d.per_split_data_args_path}"
+        found = split_words(d.per_split_data_args_path)
+        if isinstance(found, str):
+            return [*blends, (flag, found)]
+        blends += [(f"{flag}, {name}", words) for name, words in found.items()]
     return blends
 
 
@@ -65,53 +69,37 @@ def blend_words(lines: Sequence[str]) -> list[str]:
     return [word for row in rows for word in row]
 
 
-def _split_file(path: str) -> list[tuple[str, list[str] | str]]:
-    flag = f"--per-split-data-args-path {path}"
+def split_words(path: str) -> dict[str, list[str] | str] | str:
+    """The words of each split in the file of --per-split-data-args-path, {"train": [...], "valid":
+    "...", ...}, or what is wrong with them, or with the file."""
     lines = text_lines(path)
     if isinstance(lines, str):
-        return [(flag, lines)]
+        return lines
     try:
         blends = parse_json("\n".join(lines))
     except json.JSONDecodeError as error:
-        return [
-            (
-                flag,
-                (
-                    f'is not JSON ({error}); write {{"train": [...], "valid": [...], "test": '
-                    "[...]} [blend-file-malformed]"
-                ),
-            )
-        ]
+        return (
+            f'is not JSON ({error}); write {{"train": [...], "valid": [...], "test": [...]}} '
+            "[blend-file-malformed]"
+        )
     if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
-        return [
-            (
-                flag,
-                (
-                    "must be an object with the keys train, valid, test (some may be omitted) "
-                    "[blend-file-malformed]"
-                ),
-            )
-        ]
-    blends_read: list[tuple[str, list[str] | str]] = []
+        return (
+            "must be an object with the keys train, valid, test (some may be omitted) "
+            "[blend-file-malformed]"
+        )
+    words: dict[str, list[str] | str] = {}
     for name, items in blends.items():
         items = items.split() if isinstance(items, str) else items
         if items is None:
             continue
-        if not isinstance(items, list) or not all(
-            isinstance(item, str | int | float) for item in items
-        ):
-            blends_read.append(
-                (
-                    f"{flag}, {name}",
-                    (
-                        "must be a list of weights and prefixes, or one string of them "
-                        "[blend-file-malformed]"
-                    ),
-                )
-            )
+        if isinstance(items, list) and all(isinstance(item, str | int | float) for item in items):
+            words[name] = [str(item).strip() for item in items]
         else:
-            blends_read.append((f"{flag}, {name}", [str(item).strip() for item in items]))
-    return blends_read
+            words[name] = (
+                "must be a list of weights and prefixes, or one string of them "
+                "[blend-file-malformed]"
+            )
+    return words
 
 
 def blend_problem(words: Sequence[str]) -> str | None:
@@ -124,8 +112,8 @@ def blend_problem(words: Sequence[str]) -> str | None:
             count = as_number(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
             if count is None or not 0 < count < math.inf or len(words) % 2:
                 return (
-                    f"{word} stands where epochs are expected; give pairs such as epochs:2 PREFIX "
-                    "[blend-malformed]"
+                    f"{word[:200]} stands where epochs are expected; give pairs such as "
+                    "epochs:2 PREFIX [blend-malformed]"
                 )
         return None
     weights = [as_number(word) for word in words[::2]]
@@ -134,18 +122,18 @@ def blend_problem(words: Sequence[str]) -> str | None:
     for word, weight in zip(words[::2], weights, strict=True):
         if weight is None:
             return (
-                f"{word} stands where a weight is expected; give pairs of weight and prefix "
+                f"{word[:200]} stands where a weight is expected; give pairs of weight and prefix "
                 "[blend-malformed]"
             )
         if not 0 < weight < math.inf:
             return (
-                f"the weight {word} must be a positive number; omit data that is not wanted "
+                f"the weight {word[:200]} must be a positive number; omit data that is not wanted "
                 "[blend-malformed]"
             )
     return None
 
 
-def prefixes_in(words: Sequence[str]) -> Sequence[str]:
+def prefixes_in(words: list[str]) -> list[str]:
     """The prefixes of a blend: `words` itself where it has no weights."""
     weighted = as_number(words[0]) is not None or words[0].startswith(EPOCHS)
     return words[1::2] if weighted and len(words) % 2 == 0 else words

@@ -3,6 +3,7 @@ the layers of each stage; stages where embedding or loss count as a layer."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron.config.parallel import CHUNKS, EMBEDDING, LAYOUT, LOSS, Split
@@ -195,10 +196,6 @@ def split_with_ends(
             + f"; use --num-layers {' or '.join(map(str, fits))}, or omit the flag "
             "[layers-not-divisible-by-stages]"
         )
-    split: list[list[range]] = [[] for _ in range(stages)]
-    start = 0
-    for number in range(stages * chunks):
-        stop = min(num_layers, (number + 1) * size - embedding)
-        split[number % stages].append(range(start, stop))
-        start = stop
-    return tuple(map(tuple, split))
+    stops = [min(num_layers, number * size - embedding) for number in range(1, stages * chunks + 1)]
+    sizes = [stop - start for start, stop in pairwise((0, *stops))]
+    return deal(sizes, stages, flags, chunks)

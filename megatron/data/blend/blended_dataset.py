@@ -9,7 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron import log
-from megatron.config.checks.data_paths import blend_words
+from megatron.config.checks.data_paths import (
+    EPOCHS,
+    blend_problem,
+    blend_words,
+    prefixes_in,
+    split_words,
+)
+from megatron.config.checks.listing import text_lines
 from megatron.data.blend.indices import build_blending_indices, build_exhaustive_blending_indices
 from megatron.data.blend.splits import SPLITS, Blend, normalize
 from megatron.data.gpt_dataset import CACHE_FORMAT, GPTDataset
@@ -17,11 +24,9 @@ from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_cache import IndexCache
 from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import TokenSpan
-from megatron.small_files import parse_json, read_text
 
 LOGGER = "megatron.core.datasets.blended_dataset"
 INDEX_NAMES = ("dataset_index", "dataset_sample_index")
-EPOCHS = "epochs:"
 
 
 class EpochCounts(list[float]):
@@ -36,89 +41,38 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     numbers.
     """
     words = [str(word).strip() for word in words]
-    if not words or not all(words):
-        raise ValueError(
-            f"{flag}: names no data; give prefixes, or pairs of weight and prefix [blend-malformed]"
-        )
-    if any(word.startswith(EPOCHS) for word in words):
-        return _parse_epochs(words, flag)
-    numbers = [_as_float(word) for word in words[::2]]
-    if len(words) % 2 == 1 or all(number is None for number in numbers):
+    if problem := blend_problem(words):
+        raise ValueError(f"{flag}: {problem}")
+    prefixes = prefixes_in(words)
+    if prefixes is words:
         return words, None
-    weights: list[float] = []
-    for word, weight in zip(words[::2], numbers, strict=True):
-        if weight is None:
-            raise ValueError(
-                f"{flag}: {word[:200]} stands where a weight is expected; give pairs of weight and "
-                "prefix [blend-malformed]"
-            )
-        if not 0 < weight < math.inf:
-            raise ValueError(
-                f"{flag}: weight {word[:200]} must be a positive number; omit data that is not "
-                "wanted [blend-malformed]"
-            )
-        weights.append(weight)
-    return words[1::2], weights
+    if words[0].startswith(EPOCHS):
+        return prefixes, EpochCounts(float(word.removeprefix(EPOCHS)) for word in words[::2])
+    return prefixes, list(map(float, words[::2]))
 
 
-def _parse_epochs(words: list[str], flag: str) -> Blend:
-    counts = EpochCounts()
-    for word in words[::2]:
-        count = _as_float(word.removeprefix(EPOCHS)) if word.startswith(EPOCHS) else None
-        if count is None or not 0 < count < math.inf or len(words) % 2:
-            raise ValueError(
-                f"{flag}: {word[:200]} stands where epochs are expected; give pairs such as "
-                "epochs:2 PREFIX [blend-malformed]"
-            )
-        counts.append(count)
-    return words[1::2], counts
+def read_blend_file(path: str) -> Blend:
+    """The file of --data-args-path, with the words of --data-path as `blend_words` reads it."""
+    flag = f"--data-args-path {path}"
+    lines = text_lines(path)
+    if isinstance(lines, str):
+        raise ValueError(f"{flag}: {lines}")
+    return parse_blend(blend_words(lines), flag)
 
 
-def _as_float(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def read_blend_file(path: str, flag: str = "--data-args-path") -> Blend:
-    """A file with the words of --data-path, as `blend_words` reads it."""
-    return parse_blend(blend_words(_read(path, flag).splitlines()), f"{flag} {path}")
-
-
-def read_split_blends(path: str, flag: str = "--per-split-data-args-path") -> list[Blend | None]:
-    """A JSON file {"train": [...], "valid": "...", ...}: a list of words, or one string of them,
-    for each split."""
-    try:
-        blends = parse_json(_read(path, flag))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{flag} {path}: is not JSON ({error}) [blend-file-malformed]") from error
-    if not isinstance(blends, dict) or not blends or not set(blends) <= set(SPLITS):
-        raise ValueError(
-            f"{flag} {path}: must be an object with the keys train, valid, test (some may be "
-            "missing) [blend-file-malformed]"
-        )
-    split_blends: list[Blend | None] = []
+def read_split_blends(path: str) -> list[Blend | None]:
+    """That of --per-split-data-args-path, for each split."""
+    flag = f"--per-split-data-args-path {path}"
+    found = split_words(path)
+    if isinstance(found, str):
+        raise ValueError(f"{flag}: {found}")
+    blends: list[Blend | None] = []
     for name in SPLITS:
-        words = blends.get(name)
+        words = found.get(name)
         if isinstance(words, str):
-            words = words.split()
-        if words is not None and not (
-            isinstance(words, list) and all(isinstance(i, str | int | float) for i in words)
-        ):
-            raise ValueError(
-                f"{flag} {path}: {name} must be a list of weights and prefixes, or one string of "
-                "them [blend-file-malformed]"
-            )
-        split_blends.append(None if words is None else parse_blend(words, f"{flag} {path}, {name}"))
-    return split_blends
-
-
-def _read(path: str, flag: str) -> str:
-    try:
-        return read_text(path, "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error}) [file-not-readable]") from error
+            raise ValueError(f"{flag}, {name}: {words}")
+        blends.append(None if words is None else parse_blend(words, f"{flag}, {name}"))
+    return blends
 
 
 def blend_sizes(weights: Sequence[float], size: int, surplus: float) -> tuple[list[int], list[int]]:
