@@ -496,7 +496,6 @@ class Parser:
         self.description = description
         self.sections = sections
         self._load_foreign_flags = foreign_flags
-        self._actions: dict[str, argparse.Action] = {}
         self.extra: ExtraArguments | None = None
         if extra_args_provider:
             from megatron.extra_arguments import ExtraArguments
@@ -516,28 +515,25 @@ class Parser:
         )
         parser._negative_number_matcher = _NUMBER  # argparse's own knows -1e-5 since 3.14
         groups = {name: parser.add_argument_group(text) for name, text in self.sections.items()}
-        self._actions |= {f.name: _add(groups.get(f.group, parser), f) for f in self.flags}
+        for flag in self.flags:
+            _add(groups.get(flag.group, parser), flag)
         return parser
 
     @functools.cached_property
     def foreign_flags(self) -> ForeignFlags:
         """The flags that no config class declares."""
-        flags = self._load_foreign_flags()
-        for flag in flags.flags:
-            if not self.extra or not self.extra.by_spelling.keys() & {*flag.spellings}:
-                self._actions[flag.name] = _add(self.arguments, flag)
-        return flags
+        return self._load_foreign_flags()
 
     def read(self, flag: Flag, spelling: str, words: list[str], parsed: Parsed) -> bool:
-        """Let the flag's action read the words after it, or note what is wrong with them; whether
-        they spell a value."""
-        arguments = self.arguments  # which has the actions
+        """Let an action of the flag read the words after it, or note what is wrong with them;
+        whether they spell a value. `arguments`, which few runs need, is not built for it."""
         if problem := credentials_problem(words):
             parsed.problems.append(f"{spelling}: {problem}")
             parsed.broken.add(flag.name)
             return False
         try:
-            self._actions[flag.name](arguments, parsed.namespace, words, spelling)
+            action = FlagAction(flag.spellings, flag.name, flag=flag)
+            action(None, parsed.namespace, words, spelling)
         except argparse.ArgumentError as error:
             parsed.problems.append(error.message)
             parsed.broken.add(flag.name)
@@ -589,11 +585,12 @@ class Parser:
         return bool(self.positionals or self.after_dashes)
 
 
-def _add(group: argparse._ActionsContainer, flag: Flag) -> argparse.Action:
+def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
     """Add a flag, or a value that stands without one, to a group of argparse."""
-    if flag.position != "flag":
-        return group.add_argument(flag.name, action=FlagAction, flag=flag)
-    return group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
+    if flag.position == "flag":
+        group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
+    else:
+        group.add_argument(flag.name, action=FlagAction, flag=flag)
 
 
 def build_parser(
@@ -824,7 +821,7 @@ def config_from(tree: type, values: Mapping[str, Any]) -> Any:
     groups = {}
     for group, owner in typing.get_type_hints(tree).items():
         names = {f.name for f in dataclasses.fields(owner) if "help" in f.metadata}
-        groups[group] = owner(**{k: v for k, v in values.items() if k in names})
+        groups[group] = owner(**{name: values[name] for name in names & values.keys()})
     return tree(**groups)
 
 

@@ -71,8 +71,11 @@ def missing(config: Config) -> list[str]:
     ):
         if path is not None:
             lines += file_to_write(flag, path)
-    if not object_stores.is_installed():
-        lines += [f"{flag} {url}: {object_stores.MISSING}" for flag, url in _urls(c).items()]
+    lines += [
+        f"{flag} {url}: {object_stores.MISSING}"
+        for flag, url in _urls(c).items()
+        if not object_stores.is_installed()
+    ]
     for group in knows:
         lines += group.missing()
     return lines
