@@ -7,6 +7,7 @@ each.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import multiprocessing
@@ -58,6 +59,7 @@ def _training_modules() -> list[str]:
     ]
 
 
+@functools.cache
 def context() -> multiprocessing.context.ForkServerContext:
     """The fork server's context; the server lives as long as the test session."""
     context = multiprocessing.get_context("forkserver")
