@@ -21,12 +21,14 @@ LAUNCHER = re.compile(
 )
 
 
-def nodes(*patterns: str) -> Iterator[tuple[str, ast.AST]]:
-    """(file, node of its syntax tree) of our files."""
+def nodes(words: str, *patterns: str) -> Iterator[tuple[str, ast.AST]]:
+    """(file, node of its syntax tree) of our files that have one of these words."""
     for file in sorted(file for pattern in patterns for file in ROOT.glob(pattern)):
         path = file.relative_to(ROOT).as_posix()
-        if not path.startswith("megatron/core/") and "/tests/" not in path:
-            yield from ((path, node) for node in ast.walk(ast.parse(file.read_text("utf-8"))))
+        if path.startswith("megatron/core/") or "/tests/" in path:
+            continue
+        if re.search(words, text := file.read_text("utf-8")):
+            yield from ((path, node) for node in ast.walk(ast.parse(text)))
 
 
 def reads_whole(node: ast.AST) -> bool:
@@ -50,7 +52,9 @@ def test_files_are_read_whole_through_small_files() -> None:
     """It limits their size: a file of 100 GB is one error, not the end of the machine's memory."""
     found = {
         path
-        for path, node in nodes("megatron/**/*.py", "addons/**/*.py", "tools/**/*.py")
+        for path, node in nodes(
+            "read_(text|bytes)", "megatron/**/*.py", "addons/**/*.py", "tools/**/*.py"
+        )
         if reads_whole(node)
     }
     assert found <= READ_WHOLE
@@ -58,7 +62,11 @@ def test_files_are_read_whole_through_small_files() -> None:
 
 def test_launchers_are_known_in_one_file() -> None:
     """Two readings of RANK or SLURM_PROCID would differ under some launcher."""
-    found = {path for path, node in nodes("megatron/**/*.py", "*.py") if names_launcher(node)}
+    found = {
+        path
+        for path, node in nodes(LAUNCHER.pattern, "megatron/**/*.py", "*.py")
+        if names_launcher(node)
+    }
     assert found == {"megatron/launcher.py"}
 
 
