@@ -101,11 +101,15 @@ def measured(rank: int, world: int, flags: dict, steps_of_rows: bool = True) -> 
     if config.model.mtp_num_layers:
         rows_of_depths = rolled(tokens, labels, None, None, config.model.mtp_num_layers)
         depths = Depths([(row, 0.1) for row in rows_of_depths])
-    with LiveMemory() as memory:
-        told = {} if runtime.ctx.cp.size == 1 else {"position_ids": positions}
-        loss = model(tokens, labels=labels, router_step=dropping, depths=depths, **told)
+    told = {} if runtime.ctx.cp.size == 1 else {"position_ids": positions}
+    gc.disable()  # all that is made stays young: nothing older need be searched
+    try:
+        with LiveMemory() as memory:
+            loss = model(tokens, labels=labels, router_step=dropping, depths=depths, **told)
+    finally:
+        gc.enable()
     assert loss.requires_grad
-    gc.collect()
+    gc.collect(1)
     return memory.live()
 
 
