@@ -21,47 +21,53 @@ TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 # a program of a room that was deleted is not INSTALLED (addons/tests/test_rooms.py)
 INSTALLED = programs()
 ODD = ("9" * 500, "nan", "\x1b[2J", "s3://me:S3CRET@bucket/x")
-# Calls a tool's main() with --help and --version, and with the command lines that come on stdin; prints
+# Runs a tool with --help as the interpreter would, prints [exit code, stdout, stderr] and what it loaded;
+# then calls its main() with --help and --version, and with the command lines that come on stdin; prints
 # [command line, exit code, stdout, stderr] of each, the tool's commands and what it loaded.
 CALLS = """
-import contextlib, importlib, importlib.util, io, json, sys
-spec = importlib.util.spec_from_file_location("tool", sys.argv[1])
-tool = sys.modules["tool"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
-if not hasattr(tool, "main"):  # a room's
-    import runpy
-    from tools.shared import room_program
-    places = []
-    room_program.run = places.append
-    runpy.run_path(sys.argv[1], run_name="__main__")
-    tool = importlib.import_module(places[0])
-commands = list(getattr(tool, "COMMANDS", ()))
+import contextlib, importlib, importlib.util, io, json, os, runpy, sys
 
-def call(argv):
+def call(main, *words):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = tool.main(argv)
+            code = main(*words)
         except SystemExit as end:
             code = end.code
     return [code, out.getvalue(), err.getvalue()]
 
+path = sys.argv[1]
+sys.path[0] = os.path.dirname(path)
+sys.argv = [path, "--help"]
+print(json.dumps([call(runpy.run_path, path, None, "__main__"), sorted(sys.modules)]), flush=True)
+spec = importlib.util.spec_from_file_location("tool", path)
+tool = sys.modules["tool"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+if not hasattr(tool, "main"):  # a room's
+    from tools.shared import room_program
+    places = []
+    room_program.run = places.append
+    runpy.run_path(path, run_name="__main__")
+    tool = importlib.import_module(places[0])
+commands = list(getattr(tool, "COMMANDS", ()))
+
 calls = [[*command, flag] for command in [[], *([name] for name in commands)] for flag in ("--help", "--version")]
 while calls:
-    print(json.dumps([[[argv, *call(argv)] for argv in calls], commands, sorted(sys.modules)]), flush=True)
+    print(json.dumps([[[argv, *call(tool.main, argv)] for argv in calls], commands, sorted(sys.modules)]), flush=True)
     calls = json.loads(sys.stdin.readline() or "[]")
 """
 
 
 @contextlib.contextmanager
-def called(name: str) -> Iterator[Callable[..., tuple[list, list[str], list[str]]]]:
-    """A function that gives ([argv, exit code, stdout, stderr] of command lines, commands, modules that
-    were loaded), first of --help and --version."""
+def called(name: str, folder: Path) -> Iterator[Callable[..., tuple]]:
+    """A function that gives, first, ([exit code, stdout, stderr], modules that were loaded) of the
+    program with --help in that folder; then ([argv, exit code, stdout, stderr] of command lines,
+    commands, modules), at first of --help and --version."""
     words = [sys.executable, "-c", CALLS, str(ROOT / "tools" / f"{name}.py")]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(words, cwd=folder, stdin=pipe, stdout=pipe, text=True) as process:
 
-        def ask(*more: list[str]) -> tuple[list, list[str], list[str]]:
+        def ask(*more: list[str]) -> tuple:
             process.stdin.write(f"{json.dumps(more)}\n" if more else "")
             process.stdin.flush()
             return tuple(json.loads(process.stdout.readline()))
@@ -70,28 +76,17 @@ def called(name: str) -> Iterator[Callable[..., tuple[list, list[str], list[str]
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_the_program_prints_its_help_from_any_directory_without_torch(name, tmp_path):
-    words = [sys.executable, "-X", "importtime", str(ROOT / "tools" / f"{name}.py"), "--help"]
+def test_each_command_has_help_and_judges_what_follows_it(name, tmp_path):
+    """From any directory, without torch. It suggests the flag that was meant; refuses bytes that are no
+    UTF-8 and numbers without bounds, and repeats neither signs of a terminal nor credentials."""
     before = (ROOT / "docs" / "flags.md").stat().st_mtime_ns
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py"), done.stderr[-500:]
-    modules = {
-        line.rpartition("|")[2].strip()
-        for line in done.stderr.splitlines()
-        if line.startswith("import time")
-    }
-    assert "megatron.arguments" in modules
-    assert not {"torch", "transformers", "matplotlib", "tokenizers"} & modules
-    assert (
-        not list(tmp_path.iterdir()) and (ROOT / "docs" / "flags.md").stat().st_mtime_ns == before
-    )
-
-
-@pytest.mark.parametrize("name", INSTALLED)
-def test_each_command_has_help_and_judges_what_follows_it(name):
-    """It suggests the flag that was meant; refuses bytes that are no UTF-8 and numbers without bounds, and
-    repeats neither signs of a terminal nor credentials."""
-    with called(name) as ask:
+    with called(name, tmp_path) as ask:
+        (code, out, err), modules = ask()
+        assert code == 0 and out.startswith(f"usage: {name}.py"), err[-500:]
+        assert "megatron.arguments" in modules
+        assert not {"torch", "transformers", "matplotlib", "tokenizers"} & set(modules)
+        assert not list(tmp_path.iterdir())
+        assert (ROOT / "docs" / "flags.md").stat().st_mtime_ns == before
         found, commands, modules = ask()
         assert "torch" not in modules
         judge(found, commands, ask)

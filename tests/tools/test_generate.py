@@ -50,9 +50,11 @@ def talk(tool, capfd):
     return call
 
 
-def test_it_continues_the_prompt_with_the_newest_checkpoint_from_any_folder(run, tmp_path):
+def test_it_continues_the_prompt_with_the_newest_checkpoint_from_any_folder(
+    run, tmp_path, warm_python
+):
     command = [
-        sys.executable,
+        warm_python,
         str(TOOL),
         str(run),
         "1 2 3",

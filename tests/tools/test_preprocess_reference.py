@@ -269,7 +269,7 @@ def test_a_random_corpus_is_what_the_reference_makes_of_it(
         few = [*words, "2", "--max-bad-records", str(len(corpus.bad) - 1)]
         assert exit_code(PREPROCESS.main, *few) == 1 and not list((tmp_path / "out").glob("x_*"))
     for task in reversed(range(tasks)) if way == "tasks" else (0,):
-        more = ["--part-bytes", "2000", "--task", f"{task}/{tasks}"] if way == "tasks" else []
+        more = ["--part-bytes", "6000", "--task", f"{task}/{tasks}"] if way == "tasks" else []
         kills = draw.randint(0, 2)
         for _ in range(kills):
             call = draw.choice(["replace", "fsync"])

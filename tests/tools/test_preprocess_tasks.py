@@ -148,38 +148,38 @@ def test_a_whole_part_is_not_made_again_and_a_damaged_one_is(
 def test_the_parts_of_another_command_are_refused(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--part-bytes", 3000, "--task", "0/1")
+    flags = ("--part-bytes", 9000, "--task", "0/1")
     assert preprocess(corpus, "x", *flags) == 0
     before = files(corpus / "out")
     capsys.readouterr()
     for other, named in (
         (("--append-eod", *flags), "--append-eod"),
-        (("--part-bytes", 9000, "--task", "0/1"), "--part-bytes"),
+        (("--part-bytes", 90000, "--task", "0/1"), "--part-bytes"),
     ):
         assert preprocess(corpus, "x", *other) == 1
         problems.assert_problem(capsys.readouterr().err.strip(), "output-exists", named)
         assert files(corpus / "out") == before
     assert (
         preprocess(
-            corpus, "x", "--append-eod", "--part-bytes", 9000, "--task", "0/1", "--overwrite"
+            corpus, "x", "--append-eod", "--part-bytes", 30000, "--task", "0/1", "--overwrite"
         )
         == 0
     )
-    assert preprocess(corpus, "once", "--append-eod", "--part-bytes", 9000, "--task", "0/1") == 0
+    assert preprocess(corpus, "once", "--append-eod", "--part-bytes", 30000, "--task", "0/1") == 0
     assert files(corpus / "out" / "x_text_document.parts") == files(
         corpus / "out" / "once_text_document.parts"
     )
     # an input that has changed is another one
     with open(corpus / "in" / "0.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"text": "one more"}\n')
-    assert preprocess(corpus, "once", "--append-eod", "--part-bytes", 9000, "--task", "0/1") == 1
+    assert preprocess(corpus, "once", "--append-eod", "--part-bytes", 30000, "--task", "0/1") == 1
 
 
 def test_parts_that_a_process_of_another_command_writes_are_not_replaced(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Until it ends; those of the same command, which an array starts at once, are no matter."""
-    flags = ("--part-bytes", 3000)
+    flags = ("--part-bytes", 9000)
     inputs = sorted((corpus / "in").iterdir())
     words = [sys.executable, PROGRAM, "--input", *inputs, "--output-prefix", corpus / "out" / "x"]
     words += [*BYTES, *flags, "--task", "0/2"]
