@@ -17,7 +17,7 @@ FLAGS = with_flags(
     SMALL,
     *NO_DROPOUT,
     *"--mock-data --train-iters 2 --lr-warmup-iters 1 --bf16 --swiglu --disable-bias-linear".split(),
-    *"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64".split(),
+    *"--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --global-batch-size 4".split(),
     *"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01".split(),
 )
 EP = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type")

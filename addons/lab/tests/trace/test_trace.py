@@ -75,7 +75,10 @@ def test_memory_and_bytes_are_the_plans(flags, world):
 
 @pytest.mark.parametrize(
     ("flags", "world"),
-    [((TP, "2"), 2), ((PP, "4", "--pipeline-model-parallel-layout", "E|(tt|)*2,L"), 4)],
+    [
+        ((TP, "2", "--global-batch-size", "4"), 2),
+        ((PP, "4", "--pipeline-model-parallel-layout", "E|(tt|)*2,L"), 4),
+    ],
 )
 def test_the_peak_of_a_narrow_model_is_the_plans(flags, world):
     """Where the loss's block of logits, or a stage of the embedding alone, is the peak."""
@@ -87,11 +90,9 @@ def test_the_peak_of_a_narrow_model_is_the_plans(flags, world):
 
 def test_dropout_and_documents_are_one_kernel():
     """A layer without has 10 launches in forward; documents copy q, k, v and the result."""
-    traces = [
-        Traced(with_flags(NARROW, *DROPS_INSIDE_DOCUMENTS, "--num-layers", layers), 1).rank(0)
-        for layers in ("2", "3")
-    ]
-    micro_batches = 16 // 2
+    flags = with_flags(NARROW, *DROPS_INSIDE_DOCUMENTS, "--global-batch-size", "4")
+    traces = [Traced(with_flags(flags, "--num-layers", layers), 1).rank(0) for layers in ("2", "3")]
+    micro_batches = 4 // 2
     launches = [one.launches["forward-compute"] // micro_batches for one in traces]
     assert launches[1] - launches[0] <= 14
     assert traces[0].operations["flash_attention"] == 2 * micro_batches
