@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,8 @@ FLAGS = with_flags(
 WITH_TORCHRUN = "-m torch.distributed.run --nproc-per-node 2".split()
 
 
-def started(
-    script: Path, *words: str, world: int = 1, python: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    python = python or warm.elsewhere("torch._dynamo", "torch.distributed.run")
+def started(script: Path, *words: str, world: int = 1) -> subprocess.CompletedProcess[str]:
+    python = warm.elsewhere("torch._dynamo", "torch.distributed.run")
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [python, *(WITH_TORCHRUN if world > 1 else []), str(script), *words]
     return subprocess.run(
@@ -135,7 +132,7 @@ def test_one_error_has_all_that_a_script_cannot_have(tmp_path):
     script = tmp_path / "script.py"
     more = "import no_such_package\nfrom megatron.core import no_such_name\nimport no_such.part\n"
     script.write_text(PUBLIC["2025"].replace(HEAD, HEAD + more))
-    done = started(script, python=sys.executable)
+    done = started(script)
     assert done.returncode == 1 and done.stdout == ""
     first, *rows = done.stderr.splitlines()
     assert first.startswith(f"error: {script} ") and first.endswith("[names-not-here]")

@@ -17,6 +17,7 @@ import torch
 from megatron.addons.megatron_api import script_names
 from megatron.parallel.context import ParallelContext
 from megatron.training import mpu, script_args
+from tests import warm
 from tests.core.parity.layouts import CP, LAYOUT
 from tests.core.training.built_runs import RUNTIME, config_of
 from tests.core.training.script_runs import LAYOUTS, rows_of_run, steps_of
@@ -386,7 +387,8 @@ if __name__ == "__main__":
 
 def start(script: Path, *argv: str) -> subprocess.CompletedProcess:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), *argv]
+    python = warm.elsewhere("torch._dynamo", "torch.distributed.run")
+    command = [python, str(script), *argv]
     return subprocess.run(command, capture_output=True, text=True, env=environ)
 
 
