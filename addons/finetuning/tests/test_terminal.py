@@ -25,8 +25,8 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_it_answers_each_line_of_stdin(run):
-    command = [sys.executable, str(TOOL), str(run), "--chat", "--max-new-tokens", "5"]
+def test_it_answers_each_line_of_stdin(run, warm_python):
+    command = [warm_python, str(TOOL), str(run), "--chat", "--max-new-tokens", "5"]
     done = subprocess.run(command, input=b"Hello\n\nand you?\n", capture_output=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(b"\n> > > > \n") == 1  # two answers, an empty line, the end
