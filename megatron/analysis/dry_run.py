@@ -102,7 +102,8 @@ def _order_line(line: CommandLine, plan: Plan) -> tuple[str, list[str]]:
 
 def _elsewhere(line: CommandLine, error: ValueError) -> bool:
     """Whether data cannot be read because a file of theirs is not on this machine."""
-    missing = any(note.startswith(WOULD_STOP) and "[data-" in note for note in line.notes)
+    stops = [note for note in line.notes if note.startswith(WOULD_STOP)]
+    missing = any("[data-" in note or str(error) in note for note in stops)
     return missing or isinstance(error.__cause__, OSError)
 
 
