@@ -37,21 +37,21 @@ def test_what_would_make_other_steps_is_refused(flags, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "code"),
     [
-        "--fim-data",
-        "--train-weighted-split-paths a",
-        "--stages file --save run",
-        "--phase-transition-iterations 4 --save run",
+        ("--fim-data", "flags-exclude-each-other"),
+        ("--train-weighted-split-paths a", "two-data-sources"),
+        ("--stages file --save run", "two-data-sources"),
+        ("--phase-transition-iterations 4 --save run", "flags-exclude-each-other"),
     ],
 )
-def test_what_chooses_samples_is_refused(flags, tmp_path, monkeypatch, capsys):
+def test_what_chooses_samples_is_refused(flags, code, tmp_path, monkeypatch, capsys):
     """As for a script with data sets of its own."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
         Engine([*SMALL, "--train-iters", "8", *flags.split()])
     assert left.value.code == 2
-    assert_reported(capsys.readouterr().err, "flags-exclude-each-other", flags.split()[0])
+    assert_reported(capsys.readouterr().err, code, flags.split()[0])
 
 
 def test_no_flag_is_ignored_silently():
