@@ -325,10 +325,10 @@ def test_all_tests_of_the_core_need_no_add_on(tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("addon", ADDONS)
 def test_an_add_on_needs_no_other(addon, tmp_path):
-    """But the converter, which asks Megatron's tables which arguments change nothing: without them
-    it asks for --ignore-config-key; and packed samples."""
+    """But packed samples and the converter, which asks Megatron's tables and the flags of QK-clip
+    which arguments change nothing: without them it asks for --ignore-config-key."""
     kept = {addon, "convert", "finetuning"} | (
-        {"megatron_cli"} if addon in ("convert", "internlm") else set()
+        {"megatron_cli", "ops"} if addon in ("convert", "internlm") else set()
     )
     check(without(tmp_path / "tree", *(ADDONS.keys() - kept)), f"addons/{addon}", *PARALLEL)
 
