@@ -60,9 +60,12 @@ class StagesConfig(Feature):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The iterations at which stages end, but for the last. Raises ValueError."""
-        words = self.phase_transition_iterations
-        return tuple(sorted(map(int, words.split(",")))) if words else ()
+        """The iterations at which stages end, but for the last; none where the flag spells none,
+        which `check` reports: others ask before it."""
+        try:
+            return tuple(sorted(map(int, (self.phase_transition_iterations or "").split(","))))
+        except ValueError:
+            return ()
 
     @property
     def names_data(self) -> bool:
@@ -85,12 +88,10 @@ class StagesConfig(Feature):
                 "stage of a copy is not known before the ranks connect; omit it "
                 "[flags-exclude-each-other]"
             )
-        try:
-            ends = (0, *self.ends, facts["train_iters"] or 0)
-            good = all(before < after for before, after in pairwise(ends))
-        except ValueError:
-            good = False
-        if facts.ok("train_iters") and not good:
+        ends = (0, *self.ends, facts["train_iters"] or 0)
+        good = all(before < after for before, after in pairwise(ends))
+        spelled = self.ends or self.stage_file
+        if facts.ok("train_iters") and not (good and spelled):
             yield (
                 f"{facts.say('phase_transition_iterations')}: must be different iterations, as in "
                 f"1000,2000, all before the end at --train-iters {facts['train_iters']} "

@@ -138,11 +138,12 @@ def test_flags_that_exclude_it(tmp_path, words):
     assert "flags-exclude-each-other" in codes_of(planned(argv, 1, RunConfig)[1])
 
 
-@pytest.mark.parametrize("words", ["3,3", "0,4", "4,12", "4,x", "-1", "4.5"])
+@pytest.mark.parametrize("words", ["3,3", "0,4", "4,12", "4,x", "-1", "4.5", ","])
 def test_phases_that_are_refused(tmp_path, words):
     argv = [*SMALL, "--data-path", write_text(tmp_path / "a", 60), "--train-iters", "12"]
-    _, problems = planned([*argv, f"--phase-transition-iterations={words}"], 1, RunConfig)
-    assert "stage-ends-malformed" in codes_of(problems)
+    for more in ([], ["--log-accuracy"]):  # whose rule asks features for what they demand
+        words_given = [*argv, *more, f"--phase-transition-iterations={words}"]
+        assert "stage-ends-malformed" in codes_of(planned(words_given, 1, RunConfig)[1])
 
 
 def test_a_phase_ends_with_a_checkpoint(tmp_path):
