@@ -45,17 +45,15 @@ def _with_own_data(config: Config) -> tuple[Config, list[str]]:
     """The configuration as the rules see it where a script has its own data: none of the flags
     names files. And what is wrong with those that choose how ours are read."""
     d = config.data
-    of_features = {
-        name: group
+    of_features = [
+        (name, flag.spelling)
         for name, group in vars(config).items()
-        if isinstance(group, FeatureFlags) and group.names_data
-    }
-    choosing = ["--dummy-data"] * (d.dummy_data is not None) + [
-        flag.spelling
-        for name, group in of_features.items()
+        if isinstance(group, FeatureFlags)
         for flag in flags_of_group(type(group), name).values()
         if getattr(group, flag.name) != flag.default
+        and (group.names_data or "mock_data" in flag.excludes)
     ]
+    choosing = ["--dummy-data"] * (d.dummy_data is not None) + [flag for _, flag in of_features]
     wrong = [
         f"{flag}: chooses data of the suite, and the script's train_valid_test_datasets_provider "
         "has its own; omit it, or pass None as the provider [two-data-sources]"
@@ -68,5 +66,5 @@ def _with_own_data(config: Config) -> tuple[Config, list[str]]:
         )
     plain: dict[str, Any] = dict.fromkeys(SOURCES)
     plain |= {"mock_data": True, "data_order": "megatron", "tokenizer_type": d.tokenizer}
-    without: dict[str, Any] = {name: type(group)() for name, group in of_features.items()}
+    without: dict[str, Any] = {name: type(getattr(config, name))() for name, _ in of_features}
     return replace(config, data=replace(d, **plain), **without), wrong
