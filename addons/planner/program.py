@@ -98,6 +98,10 @@ def _plan(options: Options, words: list[str], gpus: int) -> None:
         restart_seconds=options.restart_seconds,
     )
     print("\n".join(text))
+    if len(plan.trained) < len(plan.parameters):
+        print(
+            "--train-only: time and TFLOP/s are those of training all weights, memory is the run's"
+        )
     if run.experts:
         slow = step_seconds(machine.constants, replace(run, uneven=NATURAL))
         print(

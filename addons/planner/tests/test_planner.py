@@ -499,6 +499,13 @@ def test_days_price_and_lost_time(plan):
     assert total[-1] == pytest.approx(days * 24 * 3, abs=1)
 
 
+def test_a_run_that_trains_a_part_is_told_what_its_time_is_of(plan):
+    argv = [*words(H200["Llama 7B"][0], 8), "--gpus", "1", "--gpu", "h200"]
+    whole, part = (plan(*argv, *more)[1] for more in ([], ["--train-only", "*.mlp.*"]))
+    assert "--train-only" in part and "--train-only" not in whole
+    assert numbers(part.splitlines()[0])[0] < numbers(whole.splitlines()[0])[0]  # memory
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "named"),
     [
