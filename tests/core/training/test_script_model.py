@@ -3,6 +3,7 @@ our GPT does where it computes the same."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,6 +27,14 @@ from tests.core.training.own_models import (
 from tests.forkrun import RanksFailed
 from tests.problems import raises
 from tests.runs import same_tensors
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    """A script's model of one process gets a process group, which would outlast the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Whole(nn.Module):
