@@ -326,10 +326,16 @@ def test_all_tests_of_the_core_need_no_add_on(tmp_path):
 @pytest.mark.parametrize("addon", ADDONS)
 def test_an_add_on_needs_no_other(addon, tmp_path):
     """But packed samples and the converter, which asks Megatron's tables and the flags of QK-clip
-    which arguments change nothing: without them it asks for --ignore-config-key."""
-    kept = {addon, "convert", "finetuning"} | (
-        {"megatron_cli", "ops"} if addon in ("convert", "internlm") else set()
-    )
+    which arguments change nothing: without them it asks for --ignore-config-key. A launch script is
+    checked with the Python script that it starts, which reads any of Megatron's arguments, and the
+    dump has the flags of profiles."""
+    others = {
+        "convert": {"megatron_cli", "ops"},
+        "internlm": {"megatron_cli", "ops"},
+        "megatron_api": {"fim", "megatron_cli", "ops"},
+        "megatron_cli": {"megatron_api", "ops"},
+    }
+    kept = {addon, "convert", "finetuning"} | others.get(addon, set())
     check(without(tmp_path / "tree", *(ADDONS.keys() - kept)), f"addons/{addon}", *PARALLEL)
 
 
