@@ -42,14 +42,23 @@ WEIGHTS = ("linear", "cosine", "1-sqrt")
 class Options:
     """The command line."""
 
-    folder: Path = arg(
-        Path("runs/merging"), parse=Path, metavar="DIR", help="where everything is written"
-    )
-    size: Literal["1M", "7M"] = arg("1M", help="parameters of the model")
-    steps: int = arg(20_000, minimum=100, help="training steps of 512 tokens")
-    seeds: int = arg(3, minimum=1, help="seeds")
-    window: int = arg(8, minimum=2, help="checkpoints that are merged")
-    lr: float = arg(0.004, above=0, help="learning rate")
+    folder: Path = arg(Path("runs/merging"), parse=Path, metavar="DIR")
+    """where everything is written"""
+
+    size: Literal["1M", "7M"] = arg("1M")
+    """parameters of the model"""
+
+    steps: int = arg(20_000, minimum=100)
+    """training steps of 512 tokens"""
+
+    seeds: int = arg(3, minimum=1)
+    """seeds"""
+
+    window: int = arg(8, minimum=2)
+    """checkpoints that are merged"""
+
+    lr: float = arg(0.004, above=0)
+    """learning rate"""
 
     @property
     def interval(self) -> int:

@@ -84,15 +84,17 @@ Loss = Callable[[Trial], float]
 class Options:
     """The command line."""
 
-    size: Literal["1M", "7M", "30M"] = arg("1M", help="parameters of the model")
-    folder: Path = arg(
-        Path("runs/quality"),
-        parse=Path,
-        metavar="DIR",
-        help="where everything is written: the text in data, all else in a folder of the size",
-    )
-    steps: int = arg(300, minimum=10, help="training steps")
-    seeds: int = arg(5, minimum=2, help="seeds of the best setting")
+    size: Literal["1M", "7M", "30M"] = arg("1M")
+    """parameters of the model"""
+
+    folder: Path = arg(Path("runs/quality"), parse=Path, metavar="DIR")
+    """where everything is written: the text in data, all else in a folder of the size"""
+
+    steps: int = arg(300, minimum=10)
+    """training steps"""
+
+    seeds: int = arg(5, minimum=2)
+    """seeds of the best setting"""
 
 
 class Trainer:

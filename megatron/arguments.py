@@ -87,7 +87,7 @@ class Limits(NamedTuple):
 def arg(  # noqa: PLR0913
     default: Any = MISSING,
     *,
-    help: str,
+    help: str = "",
     flag: str | None = None,
     alias: tuple[str, ...] = (),
     choices: tuple | None = None,
@@ -109,7 +109,8 @@ def arg(  # noqa: PLR0913
     per_run: bool = False,
     missing: str | None = None,
 ) -> Any:
-    """A config field that is also a command-line flag. Without `default` it must be given.
+    """A config field that is also a command-line flag. Without `default` it must be given. Its help
+    is the docstring below the field, as in Megatron-LM's configurations, or a computed `help`.
 
     `flag` is the spelling when it is not the name with dashes; `off` is the spelling that turns a
     true-by-default bool off (then there is no on-switch); `nargs` is the number of a list's values
@@ -163,7 +164,6 @@ def _list(needs: Need | list[Need] | None) -> tuple[Need, ...]:
 
 # What a `Flag` has as `arg` was given it.
 _AS_DECLARED: tuple[str, ...] = (
-    "help",
     "extend",
     "nargs",
     "position",
@@ -188,7 +188,9 @@ class Flag:
     type: Any
     default: Any
     choices: tuple | None
-    help: str
+    owner: type | None = None  # the class in whose source its help stands
+    text: str = ""  # other help than there
+    more: str = ""  # and what else there is to say
     extend: bool = False
     nargs: str | int | None = None
     value_name: str | None = None
@@ -207,6 +209,14 @@ class Flag:
     def spellings(self) -> tuple[str, ...]:
         """Every way this flag can be typed."""
         return (self.spelling, *self.aliases)
+
+    @property
+    def help(self) -> str:
+        """What --help says of it; read in the source, so nothing that a run computes needs it."""
+        from megatron.command_help import docstrings
+
+        text = self.text or (docstrings(self.owner).get(self.name, "") if self.owner else "")
+        return text + self.more
 
     @property
     def metavar(self) -> str:
@@ -229,7 +239,7 @@ class Flag:
         text = "".join(f"; {value}: {added.help}" for value, added in values.items())
         assert self.choices is not None, f"{self.spelling} has no choices"
         return dataclasses.replace(
-            self, choices=(*self.choices, *values), help=f"{self.help}{text}"
+            self, choices=(*self.choices, *values), more=f"{self.more}{text}"
         )
 
     def convert(self, words: Sequence[str]) -> Any:
@@ -308,14 +318,14 @@ def _shown(*words: str) -> str:
 class FlagAction(argparse.Action):
     """A flag as an action of argparse: its words are its value, read by `Flag.convert`."""
 
-    def __init__(self, option_strings, dest, *, flag: Flag, required: bool = False):
+    def __init__(self, option_strings, dest, *, flag: Flag, required: bool = False, help: str = ""):
         super().__init__(
             option_strings,
             dest,
             nargs=0 if flag.kind in ("switch", "off") else "*",
             default=argparse.SUPPRESS,
             required=required,  # argparse's word about a value without a flag
-            help=flag.help,
+            help=help,
         )
         self.flag = flag
 
@@ -376,9 +386,9 @@ def flags_of_group(owner: type, group: str) -> dict[str, Flag]:
     """Every flag of one dataclass, by field name."""
     hints = typing.get_type_hints(owner)
     return {
-        field.name: _flag(group, field, hints[field.name])
+        field.name: _flag(owner, group, field, hints[field.name])
         for field in dataclasses.fields(owner)
-        if "help" in field.metadata
+        if "flag" in field.metadata
     }
 
 
@@ -391,7 +401,7 @@ def _by_spelling(flags: Iterable[Flag]) -> dict[str, Flag]:
     return spellings
 
 
-def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
+def _flag(owner: type, group: str, field: dataclasses.Field, hint: Any) -> Flag:
     meta = field.metadata
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
@@ -418,6 +428,8 @@ def _flag(group: str, field: dataclasses.Field, hint: Any) -> Flag:
         type=meta["parse"] or hint,
         default=default,
         choices=choices,
+        owner=owner,
+        text=meta["help"],
         value_name=meta["metavar"],
         required=field.default is MISSING,
         **{name: meta[name] for name in _AS_DECLARED},
@@ -588,9 +600,11 @@ class Parser:
 def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
     """Add a flag, or a value that stands without one, to a group of argparse."""
     if flag.position == "flag":
-        group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
+        group.add_argument(
+            *flag.spellings, action=FlagAction, dest=flag.name, flag=flag, help=flag.help
+        )
     else:
-        group.add_argument(flag.name, action=FlagAction, flag=flag)
+        group.add_argument(flag.name, action=FlagAction, flag=flag, help=flag.help)
 
 
 def build_parser(
@@ -820,7 +834,7 @@ def config_from(tree: type, values: Mapping[str, Any]) -> Any:
     """The frozen dataclass tree from {field name: value}; names that no field has are ignored."""
     groups = {}
     for group, owner in typing.get_type_hints(tree).items():
-        names = {f.name for f in dataclasses.fields(owner) if "help" in f.metadata}
+        names = {f.name for f in dataclasses.fields(owner) if "flag" in f.metadata}
         groups[group] = owner(**{name: values[name] for name in names & values.keys()})
     return tree(**groups)
 
@@ -833,7 +847,7 @@ def values_of(config: Any) -> dict[str, Any]:
         flat |= {
             f.name: getattr(group_values, f.name)
             for f in dataclasses.fields(group_values)
-            if "help" in f.metadata
+            if "flag" in f.metadata
         }
     return flat
 

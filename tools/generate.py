@@ -41,37 +41,41 @@ ADDED = added("generate")
 class Options(SpeculativeOption, ModelOptions):
     """The command line."""
 
-    prompts: tuple[str, ...] = arg(
-        (),
-        position="positional",
-        metavar="PROMPT",
-        help="texts to continue (default: start a document)",
-    )
-    prompt_file: str | None = arg(
-        None,
-        metavar="FILE",
-        help='prompts of a file, one per line; of a .jsonl file, the "prompt" of each line',
-    )
-    max_new_tokens: int = arg(100, minimum=1, help="largest number of tokens to generate")
-    temperature: float = arg(1.0, help="sampling temperature; 0 always takes the most likely token")
-    top_k: int = arg(0, help="sample from this many most likely tokens only (0: from all)")
-    top_p: float = arg(
-        1.0, help="nucleus sampling: sample from the most likely tokens with this total probability"
-    )
-    repetition_penalty: float = arg(
-        1.0, help="above 1: make tokens less likely that have occurred, in the prompt too"
-    )
-    seed: int = arg(1234, help="seed of the sampling; the same seed gives the same text")
-    stop: tuple[str, ...] = arg((), metavar="TEXT", help="end the text before any of these strings")
-    batch_size: int = arg(8, minimum=1, help="number of prompts decoded together")
-    json: bool = arg(
-        False,
-        help="print a JSON object per prompt: prompt, text, finish_reason, tokens",
-    )
-    logprobs: int | None = arg(
-        None,
-        help="with --json: log-probabilities of the tokens and of this many most likely ones",
-    )
+    prompts: tuple[str, ...] = arg((), position="positional", metavar="PROMPT")
+    """texts to continue (default: start a document)"""
+
+    prompt_file: str | None = arg(None, metavar="FILE")
+    """prompts of a file, one per line; of a .jsonl file, the "prompt" of each line"""
+
+    max_new_tokens: int = arg(100, minimum=1)
+    """largest number of tokens to generate"""
+
+    temperature: float = arg(1.0)
+    """sampling temperature; 0 always takes the most likely token"""
+
+    top_k: int = arg(0)
+    """sample from this many most likely tokens only (0: from all)"""
+
+    top_p: float = arg(1.0)
+    """nucleus sampling: sample from the most likely tokens with this total probability"""
+
+    repetition_penalty: float = arg(1.0)
+    """above 1: make tokens less likely that have occurred, in the prompt too"""
+
+    seed: int = arg(1234)
+    """seed of the sampling; the same seed gives the same text"""
+
+    stop: tuple[str, ...] = arg((), metavar="TEXT")
+    """end the text before any of these strings"""
+
+    batch_size: int = arg(8, minimum=1)
+    """number of prompts decoded together"""
+
+    json: bool = arg(False)
+    """print a JSON object per prompt: prompt, text, finish_reason, tokens"""
+
+    logprobs: int | None = arg(None)
+    """with --json: log-probabilities of the tokens and of this many most likely ones"""
 
     @property
     def sampling(self) -> Sampling:

@@ -34,20 +34,17 @@ WIDEST = 120
 class PlotOptions:
     """Options."""
 
-    runs: tuple[str, ...] = arg(
-        position="positional",
-        metavar="LOG",
-        help="metrics file, log or TensorBoard directory of a run, or a directory that holds one",
-    )
-    output: str | None = arg(
-        None,
-        metavar="FILE",
-        help="picture to write (.png, .svg or .pdf; needs matplotlib); default: plot as text",
-    )
-    smooth: int = arg(
-        1, minimum=1, help="points to average over, for the curves of training; 1: no smoothing"
-    )
-    first: int = arg(1, minimum=1, help="first iteration to plot")
+    runs: tuple[str, ...] = arg(position="positional", metavar="LOG")
+    """metrics file, log or TensorBoard directory of a run, or a directory that holds one"""
+
+    output: str | None = arg(None, metavar="FILE")
+    """picture to write (.png, .svg or .pdf; needs matplotlib); default: plot as text"""
+
+    smooth: int = arg(1, minimum=1)
+    """points to average over, for the curves of training; 1: no smoothing"""
+
+    first: int = arg(1, minimum=1)
+    """first iteration to plot"""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -66,36 +66,35 @@ REFUSED = {
 class ReadConfig:
     """Input."""
 
-    input: tuple[str, ...] = arg(
-        (),
-        help="files, directories (all files of these kinds below them) or globs: JSON Lines, "
-        "text (.txt, .md, .rst: one document per file) or parquet, plain or compressed (gzip, xz, "
-        "zstd); or hf://ORG/NAME[:CONFIG][@REVISION][/SPLIT] of the Hugging Face hub",
-    )
-    json_keys: tuple[str, ...] = arg(
-        ("text",), help="keys or columns to tokenize; each gives a .bin/.idx pair (default: text)"
-    )
-    metadata_keys: tuple[str, ...] = arg(
-        (),
-        help="keys or columns to keep of each record beside the tokens, the first one its id "
-        "(id url licence); PREFIX_KEY_document.sources then says of each document its input file, "
-        "line or row, and byte offset",
-    )
-    txt_lines: bool = arg(
-        False,
-        help="each line of a text file is a document (without it the file is one, which training "
-        "cannot split into train and validation)",
-    )
-    split_sentences: bool = arg(
-        False, help="store each sentence as a sequence; the files are named PREFIX_KEY_sentence"
-    )
-    keep_newlines: bool = arg(
-        False, help="with --split-sentences: keep the white space after each sentence"
-    )
-    lang: str = arg("english", help="with --split-sentences: language of the text")
-    max_bad_records: int = arg(
-        0, minimum=0, help="number of bad lines to report and skip before the run fails"
-    )
+    input: tuple[str, ...] = arg(())
+    """files, directories (all files of these kinds below them) or globs: JSON Lines, text (.txt,
+    .md, .rst: one document per file) or parquet, plain or compressed (gzip, xz, zstd); or
+    hf://ORG/NAME[:CONFIG][@REVISION][/SPLIT] of the Hugging Face hub"""
+
+    json_keys: tuple[str, ...] = arg(("text",))
+    """keys or columns to tokenize; each gives a .bin/.idx pair (default: text)"""
+
+    metadata_keys: tuple[str, ...] = arg(())
+    """keys or columns to keep of each record beside the tokens, the first one its id (id url
+    licence); PREFIX_KEY_document.sources then says of each document its input file, line or row,
+    and byte offset"""
+
+    txt_lines: bool = arg(False)
+    """each line of a text file is a document (without it the file is one, which training cannot
+    split into train and validation)"""
+
+    split_sentences: bool = arg(False)
+    """store each sentence as a sequence; the files are named PREFIX_KEY_sentence"""
+
+    keep_newlines: bool = arg(False)
+    """with --split-sentences: keep the white space after each sentence"""
+
+    lang: str = arg("english")
+    """with --split-sentences: language of the text"""
+
+    max_bad_records: int = arg(0, minimum=0)
+    """number of bad lines to report and skip before the run fails"""
+
     hub: tuple[str, ...] = ()  # no flag: the data sets of hf:// with their revisions
 
 
@@ -103,69 +102,54 @@ class ReadConfig:
 class WriteConfig:
     """Output: PREFIX_KEY_document.bin and .idx, and a .json that names the tokenizer."""
 
-    output_prefix: str = arg("", help="path prefix of the output files")
-    append_eod: bool = arg(False, help="append the end-of-document token to each document")
-    overwrite: bool = arg(False, help="replace the output files if they exist")
-    allow_special_tokens: bool = arg(
-        False,
-        help="encode special tokens written in the text, such as <|endoftext|>, as those tokens",
-    )
+    output_prefix: str = arg("")
+    """path prefix of the output files"""
+
+    append_eod: bool = arg(False)
+    """append the end-of-document token to each document"""
+
+    overwrite: bool = arg(False)
+    """replace the output files if they exist"""
+
+    allow_special_tokens: bool = arg(False)
+    """encode special tokens written in the text, such as <|endoftext|>, as those tokens"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Processes and progress."""
 
-    workers: int | None = arg(
-        None,
-        minimum=1,
-        maximum=max(64, 4 * host.processors()),
-        help="number of worker processes (default: one per CPU core; with --cluster one for each "
-        "part that is being made)",
-    )
-    partitions: int = arg(
-        1,
-        minimum=1,
-        help="order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ...",
-    )
-    keep_sequential_samples: bool = arg(
-        False, help="with --partitions: keep the order of the input"
-    )
-    record_timeout: int = arg(
-        SECONDS,
-        minimum=1,
-        help="seconds in which a record must be tokenized (1 more for each 100 KB of it), or the "
-        "run ends and names it",
-    )
-    task: str | None = arg(
-        None,
-        metavar="I/N",
-        help="make the parts of task I of N (I from 0) that are not whole yet; slurm: I and N are "
-        "those of the SLURM array. The parts, in PREFIX_KEY_document.parts/, are read as "
-        "PREFIX_KEY_document",
-    )
-    cluster: str | None = arg(
-        None,
-        choices=("ray",),
-        help="make all parts that are not whole yet, as --task does, as tasks of a Ray cluster: "
-        "that of RAY_ADDRESS, the one on this machine, or one that is started here for the run",
-    )
-    cluster_address: str | None = arg(
-        None,
-        metavar="ADDRESS",
-        help="with --cluster ray: another cluster (auto, HOST:PORT or ray://HOST:PORT)",
-    )
-    part_bytes: int = arg(
-        PART_BYTES,
-        minimum=1,
-        help="with --task and --cluster: size of the input of a part, as stored",
-    )
-    log_interval: int | None = arg(
-        None,
-        minimum=1,
-        help="print Megatron's progress line every N documents (default: a line with "
-        "percentage, rate and ETA every 5 seconds)",
-    )
+    workers: int | None = arg(None, minimum=1, maximum=max(64, 4 * host.processors()))
+    """number of worker processes (default: one per CPU core; with --cluster one for each part that
+    is being made)"""
+
+    partitions: int = arg(1, minimum=1)
+    """order of the documents as with Megatron's --partitions N: i, i + N, i + 2N, ..."""
+
+    keep_sequential_samples: bool = arg(False)
+    """with --partitions: keep the order of the input"""
+
+    record_timeout: int = arg(SECONDS, minimum=1)
+    """seconds in which a record must be tokenized (1 more for each 100 KB of it), or the run ends
+    and names it"""
+
+    task: str | None = arg(None, metavar="I/N")
+    """make the parts of task I of N (I from 0) that are not whole yet; slurm: I and N are those of
+    the SLURM array. The parts, in PREFIX_KEY_document.parts/, are read as PREFIX_KEY_document"""
+
+    cluster: str | None = arg(None, choices=("ray",))
+    """make all parts that are not whole yet, as --task does, as tasks of a Ray cluster: that of
+    RAY_ADDRESS, the one on this machine, or one that is started here for the run"""
+
+    cluster_address: str | None = arg(None, metavar="ADDRESS")
+    """with --cluster ray: another cluster (auto, HOST:PORT or ray://HOST:PORT)"""
+
+    part_bytes: int = arg(PART_BYTES, minimum=1)
+    """with --task and --cluster: size of the input of a part, as stored"""
+
+    log_interval: int | None = arg(None, minimum=1)
+    """print Megatron's progress line every N documents (default: a line with percentage, rate and
+    ETA every 5 seconds)"""
 
     @property
     def in_parts(self) -> str | None:

@@ -42,36 +42,39 @@ FILES = {
 class Options:
     """The command line."""
 
-    input: tuple[str, ...] = arg(
-        metavar="FILE",
-        help="files, directories or globs: JSON Lines, text (a document per file) or parquet, "
-        "plain or compressed (gzip, xz, zstd), as for tools/preprocess_data.py",
-    )
-    json_keys: tuple[str, ...] = arg(
-        ("text",), help="keys or columns that hold the text (default: text)"
-    )
-    txt_lines: bool = arg(False, help="each line of a text file is a document")
-    max_bad_records: int = arg(
-        0, minimum=0, help="lines that may be bad (they are named and skipped) before the run fails"
-    )
-    vocab_size: int = arg(help="number of tokens: 256 bytes, merges and special tokens")
+    input: tuple[str, ...] = arg(metavar="FILE")
+    """files, directories or globs: JSON Lines, text (a document per file) or parquet, plain or
+    compressed (gzip, xz, zstd), as for tools/preprocess_data.py"""
+
+    json_keys: tuple[str, ...] = arg(("text",))
+    """keys or columns that hold the text (default: text)"""
+
+    txt_lines: bool = arg(False)
+    """each line of a text file is a document"""
+
+    max_bad_records: int = arg(0, minimum=0)
+    """lines that may be bad (they are named and skipped) before the run fails"""
+
+    vocab_size: int = arg()
+    """number of tokens: 256 bytes, merges and special tokens"""
+
     special_tokens: tuple[str, ...] = arg(
         (END_OF_DOCUMENT,),
         help="tokens that stand for no text; they get the last ids, and the first one ends a "
         f"document (default: {END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
     )
-    min_frequency: int = arg(
-        2, minimum=1, help="a pair of tokens that occurs less often is not merged"
-    )
-    format: Literal["gpt2", "huggingface"] = arg(
-        "gpt2",
-        help="gpt2: vocab.json and merges.txt for GPT2BPETokenizer; "
-        "huggingface: tokenizer.json for HuggingFaceTokenizer",
-    )
-    output_dir: str = arg(
-        metavar="DIR", help="directory to write to; it is created if it does not exist"
-    )
-    overwrite: bool = arg(False, help="replace files of an earlier run")
+    min_frequency: int = arg(2, minimum=1)
+    """a pair of tokens that occurs less often is not merged"""
+
+    format: Literal["gpt2", "huggingface"] = arg("gpt2")
+    """gpt2: vocab.json and merges.txt for GPT2BPETokenizer; huggingface: tokenizer.json for
+    HuggingFaceTokenizer"""
+
+    output_dir: str = arg(metavar="DIR")
+    """directory to write to; it is created if it does not exist"""
+
+    overwrite: bool = arg(False)
+    """replace files of an earlier run"""
 
     def outputs(self) -> list[Path]:
         """The files to write."""

@@ -23,36 +23,22 @@ if TYPE_CHECKING:
 class AveragingConfig(Feature):
     """Averaged weights."""
 
-    ema_decay: float | None = arg(
-        None,
-        minimum=0,
-        below=1,
-        excludes=("no_save_optim",),
-        help="keep an exponential moving average of the main weights: after each update it is this "
-        "x average + (1 - this) x weights; checkpoints have it, and each validation its loss",
-    )
-    ema_device: Literal["accelerator", "cpu"] = arg(
-        "accelerator",
-        needs="ema_decay",
-        per_run=True,
-        help="where the average of --ema-decay is: accelerator, beside the main weights, or cpu, "
-        "in pinned host memory, which is copied to the accelerator and back in each update",
-    )
+    ema_decay: float | None = arg(None, minimum=0, below=1, excludes=("no_save_optim",))
+    """keep an exponential moving average of the main weights: after each update it is this x
+    average + (1 - this) x weights; checkpoints have it, and each validation its loss"""
 
-    merge_window: int | None = arg(
-        None,
-        minimum=2,
-        requires="save",
-        per_run=True,
-        help="validate also the mean of the last N checkpoints in --save, which "
-        "tools/merge_checkpoints.py writes; from where there are N",
-    )
+    ema_device: Literal["accelerator", "cpu"] = arg("accelerator", needs="ema_decay", per_run=True)
+    """where the average of --ema-decay is: accelerator, beside the main weights, or cpu, in pinned
+    host memory, which is copied to the accelerator and back in each update"""
+
+    merge_window: int | None = arg(None, minimum=2, requires="save", per_run=True)
+    """validate also the mean of the last N checkpoints in --save, which tools/merge_checkpoints.py
+    writes; from where there are N"""
+
     merge_weights: Literal["linear", "cosine", "1-sqrt"] = arg(
-        "linear",
-        needs="merge_window",
-        per_run=True,
-        help="the decay that --merge-window stands for: linear (the plain mean), cosine, 1-sqrt",
+        "linear", needs="merge_window", per_run=True
     )
+    """the decay that --merge-window stands for: linear (the plain mean), cosine, 1-sqrt"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """Checkpoints that are removed before they are merged."""

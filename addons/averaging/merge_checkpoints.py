@@ -33,23 +33,22 @@ def local(word: str) -> Path:
 class Options:
     """Which checkpoints, and how much of each."""
 
-    save: Path = arg(parse=local, metavar="DIR", help="run directory to create")
-    merge_window: int | None = arg(
-        None, minimum=1, help="of a run directory only so many checkpoints, the newest"
-    )
-    merge_weights: tuple[str, ...] = arg(
-        ("linear",),
-        help="the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number "
-        "for each, oldest first, which are divided by their sum",
-    )
-    ema: bool = arg(
-        False,
-        help="the averages of --ema-decay in the place of the weights; of a run directory those of "
-        "the newest checkpoint, unless --merge-window is given",
-    )
-    sources: tuple[Path, ...] = arg(
-        position="positional", metavar="SOURCE", parse=local, help="run directories, iter_XXXXXXX"
-    )
+    save: Path = arg(parse=local, metavar="DIR")
+    """run directory to create"""
+
+    merge_window: int | None = arg(None, minimum=1)
+    """of a run directory only so many checkpoints, the newest"""
+
+    merge_weights: tuple[str, ...] = arg(("linear",))
+    """the decay that they stand for: linear (their mean), cosine or 1-sqrt; or a number for each,
+    oldest first, which are divided by their sum"""
+
+    ema: bool = arg(False)
+    """the averages of --ema-decay in the place of the weights; of a run directory those of the
+    newest checkpoint, unless --merge-window is given"""
+
+    sources: tuple[Path, ...] = arg(position="positional", metavar="SOURCE", parse=local)
+    """run directories, iter_XXXXXXX"""
 
     def weights(self, count: int) -> list[float]:
         """Of `count` checkpoints, oldest first. Raises ValueError for numbers that are not one for

@@ -25,15 +25,10 @@ if TYPE_CHECKING:
 class HFSavesConfig(Feature):
     """Hugging Face directories."""
 
-    save_hf_interval: int | None = arg(
-        None,
-        minimum=1,
-        requires="save",
-        per_run=True,
-        help="iterations between Hugging Face directories of the model, SAVE/hf/iter_XXXXXXX, as "
-        "tools/convert_checkpoint.py hf-export writes them; with or without a checkpoint of the "
-        "same iteration, and none is removed",
-    )
+    save_hf_interval: int | None = arg(None, minimum=1, requires="save", per_run=True)
+    """iterations between Hugging Face directories of the model, SAVE/hf/iter_XXXXXXX, as
+    tools/convert_checkpoint.py hf-export writes them; with or without a checkpoint of the same
+    iteration, and none is removed"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """That a family of models can express this one, and the tests compared such exports."""
@@ -80,13 +75,11 @@ class LongerVocabularyConfig(Feature):
     """A longer vocabulary."""
 
     extend_vocabulary: Literal["pieces", "mean", "drawn"] | None = arg(
-        None,
-        requires="load",
-        per_run=True,
-        help="load a checkpoint whose tokenizer this run's adds tokens to; their rows of embedding "
-        "and output layer begin as pieces: the mean of the old tokens that spell them; mean: that "
-        "of all old tokens; drawn: at random with mean and covariance of the old tokens",
+        None, requires="load", per_run=True
     )
+    """load a checkpoint whose tokenizer this run's adds tokens to; their rows of embedding and
+    output layer begin as pieces: the mean of the old tokens that spell them; mean: that of all old
+    tokens; drawn: at random with mean and covariance of the old tokens"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """That the checkpoint is here before the run begins."""

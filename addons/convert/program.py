@@ -62,24 +62,22 @@ class HFImport:
     )
     target: Path = path_of("DIR", "run directory to create")
     ignore_config_key: tuple[str, ...] = ignored_keys("keys of config.json")
-    max_position_embeddings: int | None = arg(None, help="use a shorter context than config.json's")
-    no_tokenizer: bool = arg(
-        False, help="do not copy the tokenizer's files (the run then uses NullTokenizer)"
-    )
-    drop_token_heads: bool = arg(
-        False, help="leave out heads for later tokens (multi-token prediction)"
-    )
-    extend_vocabulary: Literal["pieces", "mean", "drawn"] | None = arg(
-        None,
-        help="then do what extend-vocabulary does with --new-rows of this value",
-    )
-    tokenizer_model: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FOLDER",
-        help="with --extend-vocabulary: folder with the tokenizer.json of the model's tokenizer "
-        "and the tokens added to it",
-    )
+    max_position_embeddings: int | None = arg(None)
+    """use a shorter context than config.json's"""
+
+    no_tokenizer: bool = arg(False)
+    """do not copy the tokenizer's files (the run then uses NullTokenizer)"""
+
+    drop_token_heads: bool = arg(False)
+    """leave out heads for later tokens (multi-token prediction)"""
+
+    extend_vocabulary: Literal["pieces", "mean", "drawn"] | None = arg(None)
+    """then do what extend-vocabulary does with --new-rows of this value"""
+
+    tokenizer_model: Path | None = arg(None, parse=Path, metavar="FOLDER")
+    """with --extend-vocabulary: folder with the tokenizer.json of the model's tokenizer and the
+    tokens added to it"""
+
     unverified: bool = unverified_option()
 
     def run(self) -> Answer:
@@ -122,34 +120,26 @@ class HFExport:
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     target: Path | str = path_of("HF_FOLDER", "directory to create, or its s3:// URL", path_or_url)
-    family: str | None = arg(
-        None,
-        choices=tuple(sorted(families())),
-        help="model family to write (default: the one of the imported "
-        "model, else the first that fits)",
-    )
+    family: str | None = arg(None, choices=tuple(sorted(families())))
+    """model family to write (default: the one of the imported model, else the first that fits)"""
+
     ckpt_step: int | None = step_option()
-    vocab_size: int | None = arg(None, help="vocabulary rows to write (default: the tokenizer's)")
-    max_shard_size: int = arg(
-        SHARD_BYTES,
-        metavar="SIZE",
-        parse=size,
-        help="largest .safetensors file, such as 5GB or 200MB (default: 5GB)",
-    )
-    tokenizer_type: str | None = arg(
-        None,
-        choices=tuple(TOKENIZER_FILES),
-        help="tokenizer of a model that was trained on ids alone (NullTokenizer)",
-    )
-    tokenizer_model: str | None = arg(
-        None, metavar="FILE", help="with --tokenizer-type: its model file"
-    )
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME|FILE",
-        help="chat template that the model was trained with, as preprocess_data.py takes it "
-        "(default: the one in the tokenizer's folder)",
-    )
+    vocab_size: int | None = arg(None)
+    """vocabulary rows to write (default: the tokenizer's)"""
+
+    max_shard_size: int = arg(SHARD_BYTES, metavar="SIZE", parse=size)
+    """largest .safetensors file, such as 5GB or 200MB (default: 5GB)"""
+
+    tokenizer_type: str | None = arg(None, choices=tuple(TOKENIZER_FILES))
+    """tokenizer of a model that was trained on ids alone (NullTokenizer)"""
+
+    tokenizer_model: str | None = arg(None, metavar="FILE")
+    """with --tokenizer-type: its model file"""
+
+    chat_template: str | None = arg(None, metavar="NAME|FILE")
+    """chat template that the model was trained with, as preprocess_data.py takes it (default: the
+    one in the tokenizer's folder)"""
+
     unverified: bool = unverified_option(
         "; without transformers, write also what is not in the table of exports that this suite's "
         "tests compared (addons/convert/verified_exports.json)"
@@ -200,9 +190,9 @@ class GGUFImport:
 
     source: Path = path_of("FILE", "a .gguf file of Llama, Qwen2 or Qwen3, of any quantization")
     target: Path = path_of("DIR", "run directory to create; its weights are fp32")
-    no_tokenizer: bool = arg(
-        False, help="leave out the tokenizer (the run then uses NullTokenizer)"
-    )
+    no_tokenizer: bool = arg(False)
+    """leave out the tokenizer (the run then uses NullTokenizer)"""
+
     unverified: bool = unverified_option()
 
     def run(self) -> Answer:
@@ -218,14 +208,12 @@ class GGUFExport:
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     target: Path = path_of("FILE", ".gguf file to create, not quantized")
-    family: str | None = arg(
-        None,
-        choices=("llama", "qwen2", "qwen3"),
-        help="architecture to write (default: that of the imported model, else the first that "
-        "fits)",
-    )
+    family: str | None = arg(None, choices=("llama", "qwen2", "qwen3"))
+    """architecture to write (default: that of the imported model, else the first that fits)"""
+
     ckpt_step: int | None = step_option()
-    no_tokenizer: bool = arg(False, help="write the model without a tokenizer")
+    no_tokenizer: bool = arg(False)
+    """write the model without a tokenizer"""
 
     def run(self) -> Answer:
         """Do it."""
@@ -277,22 +265,18 @@ class MegatronImport:
         "SOURCE", "Megatron-LM's run directory or iter_XXXXXXX (mp_rank_XX folders or torch_dist)"
     )
     target: Path = path_of("DIR", "run directory to create")
-    args: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FILE",
-        help="file of flags that override the checkpoint's arguments",
-    )
+    args: Path | None = arg(None, parse=Path, metavar="FILE")
+    """file of flags that override the checkpoint's arguments"""
+
     ignore_config_key: tuple[str, ...] = ignored_keys("the checkpoint's arguments")
-    no_tokenizer: bool = arg(
-        False, help="do not keep the tokenizer (the run then uses NullTokenizer)"
-    )
-    vocab_size: int | None = arg(
-        None, help="with --no-tokenizer: number of vocabulary rows that are not padding"
-    )
-    no_load_optim: bool = arg(
-        False, help="convert the weights alone, without the optimizer state (torch_dist has one)"
-    )
+    no_tokenizer: bool = arg(False)
+    """do not keep the tokenizer (the run then uses NullTokenizer)"""
+
+    vocab_size: int | None = arg(None)
+    """with --no-tokenizer: number of vocabulary rows that are not padding"""
+
+    no_load_optim: bool = arg(False)
+    """convert the weights alone, without the optimizer state (torch_dist has one)"""
 
     def values(self) -> dict[str, Any]:
         """What `megatron_import` takes besides source and target."""
@@ -316,9 +300,8 @@ class DeepSpeedImport(MegatronImport):
     """deepspeed-import."""
 
     source: Path = path_of("SOURCE", "Megatron-DeepSpeed's run directory or global_stepN")
-    no_load_optim: bool = arg(
-        False, help="convert the weights alone, without the optimizer state in zero_pp_rank_* files"
-    )
+    no_load_optim: bool = arg(False)
+    """convert the weights alone, without the optimizer state in zero_pp_rank_* files"""
 
     def run(self) -> Answer:
         """Do it."""
@@ -333,21 +316,23 @@ class MegatronExport:
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     target: Path = path_of("TARGET", "directory to create")
-    tensor_model_parallel_size: int = arg(1, help="tensor-parallel ranks to write files for")
-    pipeline_model_parallel_size: int = arg(1, help="pipeline stages to write files for")
-    ckpt_format: Literal["torch", "torch_dist"] = arg(
-        "torch",
-        help="torch: mp_rank_XX folders for these sizes; torch_dist: tensors that Megatron loads "
-        "at any size",
-    )
-    model: Literal["core", "legacy"] = arg(
-        "core", help="names of megatron-core's GPTModel, or of the older model"
-    )
-    transformer_impl: Literal["transformer_engine", "local"] = arg(
-        "transformer_engine",
-        help="layers of Megatron that will load a torch_dist checkpoint with experts (its own "
-        "--transformer-impl; without experts the names are the same)",
-    )
+    tensor_model_parallel_size: int = arg(1)
+    """tensor-parallel ranks to write files for"""
+
+    pipeline_model_parallel_size: int = arg(1)
+    """pipeline stages to write files for"""
+
+    ckpt_format: Literal["torch", "torch_dist"] = arg("torch")
+    """torch: mp_rank_XX folders for these sizes; torch_dist: tensors that Megatron loads at any
+    size"""
+
+    model: Literal["core", "legacy"] = arg("core")
+    """names of megatron-core's GPTModel, or of the older model"""
+
+    transformer_impl: Literal["transformer_engine", "local"] = arg("transformer_engine")
+    """layers of Megatron that will load a torch_dist checkpoint with experts (its own
+    --transformer-impl; without experts the names are the same)"""
+
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
@@ -372,16 +357,19 @@ class Upcycle:
 
     source: Path = path_of("DIR", "run directory of a dense model, or an iter_XXXXXXX in it")
     target: Path = path_of("TARGET", "run directory to create")
-    num_experts: int = arg(help="number of experts of each MoE layer")
-    moe_router_topk: int = arg(2, help="number of experts that compute each token")
-    moe_layer_freq: str = arg(
-        "1",
-        help="which layers become MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) "
-        "and 1 (MoE) such as [0]*1+[1]*26",
-    )
-    moe_upcycling_granularity: int = arg(
-        1, help="divide each copy of an MLP into so many experts, each a part of its width"
-    )
+    num_experts: int = arg()
+    """number of experts of each MoE layer"""
+
+    moe_router_topk: int = arg(2)
+    """number of experts that compute each token"""
+
+    moe_layer_freq: str = arg("1")
+    """which layers become MoE layers: N for layers 0, N, 2N ..., or a pattern of 0 (dense) and 1
+    (MoE) such as [0]*1+[1]*26"""
+
+    moe_upcycling_granularity: int = arg(1)
+    """divide each copy of an MLP into so many experts, each a part of its width"""
+
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
@@ -405,17 +393,14 @@ class ExtendVocabulary:
 
     source: Path = path_of("DIR", "run directory, or an iter_XXXXXXX in it")
     target: Path = path_of("TARGET", "run directory to create")
-    tokenizer_model: Path = arg(
-        parse=Path,
-        metavar="FOLDER",
-        help="folder with the tokenizer.json of the model's tokenizer and the tokens added to it",
-    )
-    new_rows: Literal["pieces", "mean", "drawn"] = arg(
-        "pieces",
-        help="what embedding and output layer begin with for a new token: pieces: the mean of the "
-        "old tokens that spell it; mean: that of all old tokens; drawn: at random with mean and "
-        "covariance of the old tokens",
-    )
+    tokenizer_model: Path = arg(parse=Path, metavar="FOLDER")
+    """folder with the tokenizer.json of the model's tokenizer and the tokens added to it"""
+
+    new_rows: Literal["pieces", "mean", "drawn"] = arg("pieces")
+    """what embedding and output layer begin with for a new token: pieces: the mean of the old
+    tokens that spell it; mean: that of all old tokens; drawn: at random with mean and covariance of
+    the old tokens"""
+
     ckpt_step: int | None = step_option()
 
     def run(self) -> Answer:
@@ -435,7 +420,8 @@ class Inspect:
         "PATH", "run directory, iter_XXXXXXX, or Hugging Face folder or its s3:// URL", path_or_url
     )
     ckpt_step: int | None = step_option()
-    tensors: bool = arg(False, help="list every tensor")
+    tensors: bool = arg(False)
+    """list every tensor"""
 
     def run(self) -> Answer:
         """Do it."""
@@ -455,7 +441,8 @@ class Diff:
     )
     b: Path | str = path_of("B", "what to compare it with", path_or_url)
     ckpt_step: int | None = step_option()
-    weights_only: bool = arg(False, help="compare the model's weights, not the optimizer state")
+    weights_only: bool = arg(False)
+    """compare the model's weights, not the optimizer state"""
 
     def run(self) -> Answer:
         """Do it."""
@@ -475,8 +462,11 @@ class Verify:
         "HF_FOLDER", "Hugging Face folder that transformers can load, or its s3:// URL", path_or_url
     )
     ckpt_step: int | None = step_option()
-    tolerance: float = arg(1e-4, help="largest difference allowed, relative to the largest value")
-    length: int = arg(64, help="tokens of each of two random samples")
+    tolerance: float = arg(1e-4)
+    """largest difference allowed, relative to the largest value"""
+
+    length: int = arg(64)
+    """tokens of each of two random samples"""
 
     def run(self) -> Answer:
         """Do it."""

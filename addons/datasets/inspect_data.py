@@ -50,76 +50,79 @@ IDS_READ = 1 << 18  # tokens of a file whose ids are looked at, without --all-to
 class JsonOption:
     """The form of what is printed."""
 
-    json: bool = arg(False, help="print one JSON object")
+    json: bool = arg(False)
+    """print one JSON object"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(JsonOption):
     """Options of check."""
 
-    prefixes: tuple[str, ...] = arg(
-        position="positional",
-        metavar="PREFIX",
-        help="path without .bin and .idx; or an X.bin of another format of packed samples",
-    )
-    vocab_size: int | None = arg(
-        None, minimum=1, help="report token ids that are not below this number"
-    )
-    all_tokens: bool = arg(False, help="read every token (default: the first 262144)")
-    write_checksums: bool = arg(
-        False,
-        help="first write the checksums of .bin and .idx to PREFIX.json (pairs of other programs)",
-    )
+    prefixes: tuple[str, ...] = arg(position="positional", metavar="PREFIX")
+    """path without .bin and .idx; or an X.bin of another format of packed samples"""
+
+    vocab_size: int | None = arg(None, minimum=1)
+    """report token ids that are not below this number"""
+
+    all_tokens: bool = arg(False)
+    """read every token (default: the first 262144)"""
+
+    write_checksums: bool = arg(False)
+    """first write the checksums of .bin and .idx to PREFIX.json (pairs of other programs)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(TokenizerConfig, JsonOption):
     """Options of show."""
 
-    prefix: str = arg(
-        position="positional",
-        metavar="PREFIX",
-        help="path without .bin and .idx; or an X.bin of another format of packed samples",
-    )
-    document: int = arg(0, minimum=0, help="number of the first document to show, from 0")
-    count: int = arg(1, minimum=1, help="number of documents to show")
-    color: Literal["auto", "always", "never"] = arg(
-        "auto",
-        help="trained tokens in green instead of [[...]]; auto: if stdout is a terminal and "
-        "NO_COLOR is not set",
-    )
+    prefix: str = arg(position="positional", metavar="PREFIX")
+    """path without .bin and .idx; or an X.bin of another format of packed samples"""
+
+    document: int = arg(0, minimum=0)
+    """number of the first document to show, from 0"""
+
+    count: int = arg(1, minimum=1)
+    """number of documents to show"""
+
+    color: Literal["auto", "always", "never"] = arg("auto")
+    """trained tokens in green instead of [[...]]; auto: if stdout is a terminal and NO_COLOR is not
+    set"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtOptions(RunOptions, JsonOption):
     """Options of at."""
 
-    iteration: int = arg(minimum=1, help="iteration, as numbered in the log")
-    data_ledger: str | None = arg(
-        None,
-        metavar="FILE",
-        help="compare with this ledger (default: the run's --data-ledger, if it exists)",
-    )
+    iteration: int = arg(minimum=1)
+    """iteration, as numbered in the log"""
+
+    data_ledger: str | None = arg(None, metavar="FILE")
+    """compare with this ledger (default: the run's --data-ledger, if it exists)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindOptions(RunOptions, JsonOption):
     """Options of find."""
 
-    document: int = arg(minimum=0, help="number of the document in its data set, from 0")
-    prefix: str | None = arg(None, help="prefix of the data set, if the run reads several")
+    document: int = arg(minimum=0)
+    """number of the document in its data set, from 0"""
+
+    prefix: str | None = arg(None)
+    """prefix of the data set, if the run reads several"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(JsonOption):
     """Options of source."""
 
-    prefix: str = arg(position="positional", metavar="PREFIX", help="path without .bin and .idx")
-    document: int | None = arg(None, minimum=0, help="number of the document, from 0")
-    id: str | None = arg(
-        None,
-        help="the documents with this value of the first key of preprocess_data.py --metadata-keys",
-    )
+    prefix: str = arg(position="positional", metavar="PREFIX")
+    """path without .bin and .idx"""
+
+    document: int | None = arg(None, minimum=0)
+    """number of the document, from 0"""
+
+    id: str | None = arg(None)
+    """the documents with this value of the first key of preprocess_data.py --metadata-keys"""
 
     def problems(self) -> list[str]:
         """What is wrong with them."""

@@ -251,16 +251,19 @@ def note_of(options: Options, prefixes: Sequence[str]) -> dict[str, Any]:
 class Options:
     """The command line."""
 
-    input: tuple[str, ...] = arg(
-        metavar="PATH", help="what to join: prefixes, directories or patterns"
-    )
-    output_prefix: str = arg(metavar="PREFIX", help="prefix of the .bin and .idx to write")
+    input: tuple[str, ...] = arg(metavar="PATH")
+    """what to join: prefixes, directories or patterns"""
+
+    output_prefix: str = arg(metavar="PREFIX")
+    """prefix of the .bin and .idx to write"""
+
     threads: int | None = arg(
         None,
         minimum=1,
         help=f"threads that compute checksums (default: one per CPU core, at most {MOST_THREADS})",
     )
-    overwrite: bool = arg(False, help="replace the .bin and .idx of --output-prefix if they exist")
+    overwrite: bool = arg(False)
+    """replace the .bin and .idx of --output-prefix if they exist"""
 
     def problems(self) -> list[str]:
         """What is wrong with it."""

@@ -28,17 +28,14 @@ class DistillationConfig(Feature):
     """Knowledge distillation."""
 
     export_kd_teacher_load: str | None = arg(
-        None,
-        excludes=("mtp_num_layers", "cuda_graph_impl", "enable_cuda_graph"),
-        help="distill: train on the KL divergence from the distribution of the model in this run "
-        "directory or checkpoint, the teacher, which is frozen; its vocabulary must be the run's",
+        None, excludes=("mtp_num_layers", "cuda_graph_impl", "enable_cuda_graph")
     )
-    export_kd_cfg: str | None = arg(
-        None,
-        needs="export_kd_teacher_load",
-        help="YAML file of the distillation: logit_layers, intermediate_layer_pairs, skip_lm_loss "
-        "(default true), kd_loss_scale, logit_kl_temperature",
-    )
+    """distill: train on the KL divergence from the distribution of the model in this run directory
+    or checkpoint, the teacher, which is frozen; its vocabulary must be the run's"""
+
+    export_kd_cfg: str | None = arg(None, needs="export_kd_teacher_load")
+    """YAML file of the distillation: logit_layers, intermediate_layer_pairs, skip_lm_loss (default
+    true), kd_loss_scale, logit_kl_temperature"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """What the file asks for, and the teacher, as far as they are on this machine."""

@@ -27,60 +27,48 @@ _of_data = partial(arg, needs="fim_data")
 class FimConfig(Feature):
     """Fill in the middle."""
 
-    fim_data: bool = arg(
-        False,
-        excludes=_EXCLUDED,
-        help="fill in the middle: documents of samples are cut in three, and the model reads "
-        "prefix and suffix before the middle (--fim-rate); training, validation and test",
-    )
-    fim_rate: float = arg(
-        0.5,
-        minimum=0,
-        maximum=1,
-        help="share of the documents, or of their parts in a sample, that are rearranged",
-    )
-    fim_spm_rate: float = _of_data(
-        0.5,
-        minimum=0,
-        maximum=1,
-        help="share of the rearranged ones in the order suffix, prefix, middle; "
-        "the others are prefix, suffix, middle",
-    )
-    fim_split_sample: str | None = _of_data(
-        None,
-        requires="fim_fragment_rate",
-        help="token at which a document is cut into fragments (files of a "
-        "repository, say), each of which is rearranged by itself",
-    )
+    fim_data: bool = arg(False, excludes=_EXCLUDED)
+    """fill in the middle: documents of samples are cut in three, and the model reads prefix and
+    suffix before the middle (--fim-rate); training, validation and test"""
+
+    fim_rate: float = arg(0.5, minimum=0, maximum=1)
+    """share of the documents, or of their parts in a sample, that are rearranged"""
+
+    fim_spm_rate: float = _of_data(0.5, minimum=0, maximum=1)
+    """share of the rearranged ones in the order suffix, prefix, middle; the others are prefix,
+    suffix, middle"""
+
+    fim_split_sample: str | None = _of_data(None, requires="fim_fragment_rate")
+    """token at which a document is cut into fragments (files of a repository, say), each of which
+    is rearranged by itself"""
+
     fim_fragment_rate: float | None = arg(
-        None,
-        needs="fim_split_sample",
-        minimum=0,
-        maximum=1,
-        alias=("--fragment-fim-rate",),
-        help="with --fim-split-sample: share of the fragments that are rearranged, in the "
-        "--fim-rate of documents that have any",
+        None, needs="fim_split_sample", minimum=0, maximum=1, alias=("--fragment-fim-rate",)
     )
-    fim_no_prefix: str | None = _of_data(
-        None,
-        metavar="TEXT",
-        help="what begins with this text stays as it is",
-    )
-    fim_prefix_token: str = _of_data("<fim_prefix>", help="the tokenizer's token before the prefix")
-    fim_middle_token: str = _of_data("<fim_middle>", help="the tokenizer's token before the middle")
-    fim_suffix_token: str = _of_data("<fim_suffix>", help="the tokenizer's token before the suffix")
-    fim_pad_token: str = _of_data(
-        "<fim_pad>",
-        help="the tokenizer's token that fills a sample which became shorter",
-    )
-    fim_eod_token: str = _of_data(
-        "<|endoftext|>", help="the tokenizer's token that ends a document"
-    )
-    fim_keep_special_tokens: bool = _of_data(
-        False,
-        help="special tokens of a rearranged document stay, as in BigCode's "
-        "Megatron-LM; Megatron-LM omits them",
-    )
+    """with --fim-split-sample: share of the fragments that are rearranged, in the --fim-rate of
+    documents that have any"""
+
+    fim_no_prefix: str | None = _of_data(None, metavar="TEXT")
+    """what begins with this text stays as it is"""
+
+    fim_prefix_token: str = _of_data("<fim_prefix>")
+    """the tokenizer's token before the prefix"""
+
+    fim_middle_token: str = _of_data("<fim_middle>")
+    """the tokenizer's token before the middle"""
+
+    fim_suffix_token: str = _of_data("<fim_suffix>")
+    """the tokenizer's token before the suffix"""
+
+    fim_pad_token: str = _of_data("<fim_pad>")
+    """the tokenizer's token that fills a sample which became shorter"""
+
+    fim_eod_token: str = _of_data("<|endoftext|>")
+    """the tokenizer's token that ends a document"""
+
+    fim_keep_special_tokens: bool = _of_data(False)
+    """special tokens of a rearranged document stay, as in BigCode's Megatron-LM; Megatron-LM omits
+    them"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """What has no meaning without --fim-data, or with what else names the samples."""

@@ -22,23 +22,17 @@ if TYPE_CHECKING:
 class FinetuningConfig(Feature):
     """Packed samples."""
 
-    packed_samples: bool = arg(
-        False,
-        help="packed samples: each micro-batch is one row of micro-batch-size x seq-length "
-        "tokens, filled with whole samples; attention, positions and labels do not "
-        "cross samples (docs/data.md)",
-    )
-    pack_into_one: bool = arg(
-        False,
-        needs="packed_samples",
-        help="with --packed-samples: attention crosses the samples within each seq-length tokens",
-    )
-    pad_samples: bool = arg(
-        False,
-        needs="packed_samples",
-        help="with --packed-samples: each row has micro-batch-size samples, each truncated "
-        "or padded to seq-length",
-    )
+    packed_samples: bool = arg(False)
+    """packed samples: each micro-batch is one row of micro-batch-size x seq-length tokens, filled
+    with whole samples; attention, positions and labels do not cross samples (docs/data.md)"""
+
+    pack_into_one: bool = arg(False, needs="packed_samples")
+    """with --packed-samples: attention crosses the samples within each seq-length tokens"""
+
+    pad_samples: bool = arg(False, needs="packed_samples")
+    """with --packed-samples: each row has micro-batch-size samples, each truncated or padded to
+    seq-length"""
+
     min_sample_length: int = arg(
         0,
         minimum=0,
@@ -49,8 +43,8 @@ class FinetuningConfig(Feature):
                 lambda v: v["dummy_data"] is None,
             ),
         ],
-        help="with --packed-samples: omit samples of fewer tokens",
     )
+    """with --packed-samples: omit samples of fewer tokens"""
 
     @property
     def packs(self) -> bool:

@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 class Flags:
     """A chat."""
 
-    chat: bool = arg(False, help="chat in the terminal: answer line after line of stdin")
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME|FILE",
-        help="with --chat: chatml, internlm2, llama3, zephyr or a Jinja file (default: the "
-        "tokenizer's, or plain roles if it has none)",
-    )
+    chat: bool = arg(False)
+    """chat in the terminal: answer line after line of stdin"""
+
+    chat_template: str | None = arg(None, metavar="NAME|FILE")
+    """with --chat: chatml, internlm2, llama3, zephyr or a Jinja file (default: the tokenizer's, or
+    plain roles if it has none)"""
 
 
 def problems(options: Any) -> list[str]:

@@ -20,18 +20,14 @@ NAME = "chat"
 class Flags:
     """Conversations."""
 
-    chat: bool = arg(
-        False,
-        help="documents are conversations: lists of messages with role and content (OpenAI), or "
-        "from and value (ShareGPT), under the key messages or conversations; writes token ids with "
-        "a loss mask for --packed-samples, in which only the assistant's turns are trained",
-    )
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME",
-        help="with --chat: chatml, internlm2, llama3, zephyr, or a file with a Jinja template "
-        "(default: the chat template in the directory of --tokenizer-model)",
-    )
+    chat: bool = arg(False)
+    """documents are conversations: lists of messages with role and content (OpenAI), or from and
+    value (ShareGPT), under the key messages or conversations; writes token ids with a loss mask for
+    --packed-samples, in which only the assistant's turns are trained"""
+
+    chat_template: str | None = arg(None, metavar="NAME")
+    """with --chat: chatml, internlm2, llama3, zephyr, or a file with a Jinja template (default: the
+    chat template in the directory of --tokenizer-model)"""
 
     @property
     def name(self) -> str:

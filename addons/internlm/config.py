@@ -27,13 +27,11 @@ from .to_flags import to_flags
 class Options:
     """The command line."""
 
-    config: Path = arg(
-        position="positional",
-        metavar="CONFIG.py",
-        parse=Path,
-        help="the InternLM config to convert",
-    )
-    world_size: int = arg(minimum=1, help="number of ranks (GPUs) of the run")
+    config: Path = arg(position="positional", metavar="CONFIG.py", parse=Path)
+    """the InternLM config to convert"""
+
+    world_size: int = arg(minimum=1)
+    """number of ranks (GPUs) of the run"""
 
 
 def refused(words: Sequence[str], world_size: int) -> list[str]:

@@ -27,27 +27,20 @@ class InternLMImport:
         "SOURCE", "InternLM's or InternEvo's directory of one step (model_tp*_pp*.pt)"
     )
     target: Path = path_of("DIR", "run directory to create")
-    mlp_weights: str | None = arg(
-        None,
-        choices=tuple(sorted(MLP_ORDERS)),
-        help="w2-up: w2 is the up and w3 the down matrix, as before "
-        "February 2024; w2-down: the other way round, as since then and in InternEvo (default: "
-        "what their shapes show)",
-    )
-    max_position_embeddings: int | None = arg(
-        None, help="context length (default: what the file says, or 2048)"
-    )
-    tokenizer_model: Path | None = arg(
-        None, parse=Path, metavar="FILE", help="its SentencePiece model (default: NullTokenizer)"
-    )
+    mlp_weights: str | None = arg(None, choices=tuple(sorted(MLP_ORDERS)))
+    """w2-up: w2 is the up and w3 the down matrix, as before February 2024; w2-down: the other way
+    round, as since then and in InternEvo (default: what their shapes show)"""
+
+    max_position_embeddings: int | None = arg(None)
+    """context length (default: what the file says, or 2048)"""
+
+    tokenizer_model: Path | None = arg(None, parse=Path, metavar="FILE")
+    """its SentencePiece model (default: NullTokenizer)"""
+
     ignore_config_key: tuple[str, ...] = ignored_keys("keys of model_config.pt")
-    args: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FILE",
-        help="flags of the run (from tools/internlm_config.py): convert the optimizer's state and "
-        "the counters too, so that --load resumes",
-    )
+    args: Path | None = arg(None, parse=Path, metavar="FILE")
+    """flags of the run (from tools/internlm_config.py): convert the optimizer's state and the
+    counters too, so that --load resumes"""
 
     def run(self) -> Answer:
         """Do it."""

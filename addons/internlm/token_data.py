@@ -33,23 +33,19 @@ from .token_files import JsonlTokens, JsonlWriter, meta_path
 class ToInternLM:
     """Options of to-internlm."""
 
-    folder: str = arg(
-        position="positional",
-        metavar="FOLDER",
-        help="directory with the data, searched recursively",
-    )
-    out: str = arg(
-        position="positional", metavar="OUT", help="directory for the result; created if missing"
-    )
+    folder: str = arg(position="positional", metavar="FOLDER")
+    """directory with the data, searched recursively"""
+
+    out: str = arg(position="positional", metavar="OUT")
+    """directory for the result; created if missing"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToMegatron(ToInternLM):
     """Options of to-megatron."""
 
-    dtype: Literal["int32", "uint16"] = arg(
-        "int32", help="format of the ids: uint16 holds ids from 0 to 65535 in half the space"
-    )
+    dtype: Literal["int32", "uint16"] = arg("int32")
+    """format of the ids: uint16 holds ids from 0 to 65535 in half the space"""
 
 
 def to_megatron(

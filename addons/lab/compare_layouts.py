@@ -87,13 +87,11 @@ LAYOUTS = (
 class Options:
     """The command line."""
 
-    nproc_per_node: int = arg(2, minimum=1, help="number of processes of the layout in FLAGS")
-    flags: tuple[str, ...] = arg(
-        (),
-        position="after --",
-        metavar="-- FLAGS",
-        help="flags of pretrain_gpt.py: compare this layout in place of the eight",
-    )
+    nproc_per_node: int = arg(2, minimum=1)
+    """number of processes of the layout in FLAGS"""
+
+    flags: tuple[str, ...] = arg((), position="after --", metavar="-- FLAGS")
+    """flags of pretrain_gpt.py: compare this layout in place of the eight"""
 
 
 class Trained(NamedTuple):

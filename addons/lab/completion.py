@@ -21,9 +21,8 @@ DESCRIPTION = (
 class Options:
     """Options."""
 
-    shell: Literal["bash", "zsh", "tcsh"] = arg(
-        position="positional", metavar="SHELL", help="bash, zsh or tcsh"
-    )
+    shell: Literal["bash", "zsh", "tcsh"] = arg(position="positional", metavar="SHELL")
+    """bash, zsh or tcsh"""
 
 
 def problems(options: Options) -> list[str]:

@@ -52,36 +52,47 @@ Table = dict[str, list[list[float]]]
 class Options:
     """The command line."""
 
-    text: Path = arg(
-        PLAYS, parse=Path, metavar="FILE", help="file whose bytes the models are trained on"
-    )
-    widths: tuple[int, ...] = arg((64, 128, 256, 512), help="hidden sizes, multiples of 8")
-    base_width: int = arg(64, minimum=HEADS, help="width at which muP is the usual model")
-    steps: int = arg(4, minimum=1, help="updates of each model")
-    lr: float = arg(2**-9, above=0, help="learning rate, without --transfer")
-    seeds: int = arg(2, minimum=1, help="number of seeds, over which the mean is taken")
-    bound: float = arg(0.3, above=0, help="largest slope that is flat")
-    transfer: bool = arg(
-        False, help="find the best learning rate of each width, from --lr-min to --lr-max"
-    )
-    lr_min: float = arg(2**-14, above=0, help="least learning rate of --transfer")
-    lr_max: float = arg(2**-2, above=0, help="largest one; each is the one before times root 2")
-    decoupled: bool = arg(
-        False, help="with muP: --decoupled-lr equal to each learning rate of --transfer"
-    )
-    runs: Path | None = arg(
-        None,
-        parse=Path,
-        metavar="FILE",
-        help="with --transfer: JSON lines of finished runs, which are not done again",
-    )
-    output: str | None = arg(None, help="picture to write: .png, .svg or .pdf; needs matplotlib")
-    flags: tuple[str, ...] = arg(
-        (),
-        position="after --",
-        metavar="-- FLAGS",
-        help="more flags of pretrain_gpt.py for every model (--mup-...: with muP alone)",
-    )
+    text: Path = arg(PLAYS, parse=Path, metavar="FILE")
+    """file whose bytes the models are trained on"""
+
+    widths: tuple[int, ...] = arg((64, 128, 256, 512))
+    """hidden sizes, multiples of 8"""
+
+    base_width: int = arg(64, minimum=HEADS)
+    """width at which muP is the usual model"""
+
+    steps: int = arg(4, minimum=1)
+    """updates of each model"""
+
+    lr: float = arg(2**-9, above=0)
+    """learning rate, without --transfer"""
+
+    seeds: int = arg(2, minimum=1)
+    """number of seeds, over which the mean is taken"""
+
+    bound: float = arg(0.3, above=0)
+    """largest slope that is flat"""
+
+    transfer: bool = arg(False)
+    """find the best learning rate of each width, from --lr-min to --lr-max"""
+
+    lr_min: float = arg(2**-14, above=0)
+    """least learning rate of --transfer"""
+
+    lr_max: float = arg(2**-2, above=0)
+    """largest one; each is the one before times root 2"""
+
+    decoupled: bool = arg(False)
+    """with muP: --decoupled-lr equal to each learning rate of --transfer"""
+
+    runs: Path | None = arg(None, parse=Path, metavar="FILE")
+    """with --transfer: JSON lines of finished runs, which are not done again"""
+
+    output: str | None = arg(None)
+    """picture to write: .png, .svg or .pdf; needs matplotlib"""
+
+    flags: tuple[str, ...] = arg((), position="after --", metavar="-- FLAGS")
+    """more flags of pretrain_gpt.py for every model (--mup-...: with muP alone)"""
 
 
 def build(options: Options, width: int, mup: bool, seed: int, flags: Sequence[str]) -> Run:

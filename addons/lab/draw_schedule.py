@@ -33,16 +33,21 @@ Drawing = list[list[Box]]
 class Options:
     """The command line."""
 
-    pipeline_model_parallel_size: int = arg(minimum=1, help="number of pipeline stages")
-    num_microbatches: int = arg(minimum=1, help="micro-batches per step")
-    num_virtual_stages_per_pipeline_rank: int = arg(
-        1,
-        minimum=1,
-        help="virtual stages (chunks of layers) per pipeline stage; more "
-        "than one gives the interleaved schedule",
-    )
-    forward_time: int = arg(1, minimum=1, help="time units of the forward pass of a chunk")
-    backward_time: int = arg(2, minimum=1, help="time units of the backward pass of a chunk")
+    pipeline_model_parallel_size: int = arg(minimum=1)
+    """number of pipeline stages"""
+
+    num_microbatches: int = arg(minimum=1)
+    """micro-batches per step"""
+
+    num_virtual_stages_per_pipeline_rank: int = arg(1, minimum=1)
+    """virtual stages (chunks of layers) per pipeline stage; more than one gives the interleaved
+    schedule"""
+
+    forward_time: int = arg(1, minimum=1)
+    """time units of the forward pass of a chunk"""
+
+    backward_time: int = arg(2, minimum=1)
+    """time units of the backward pass of a chunk"""
 
 
 def make_drawing(

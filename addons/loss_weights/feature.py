@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 class LossWeightsConfig(Feature):
     """Loss weights."""
 
-    data_loss_weights: tuple[float, ...] = arg(
-        (),
-        minimum=0,
-        excludes=("mtp_num_layers",),
-        help="weight of the loss of each source's tokens in training, in the order of the sources "
-        "of --data-path: a token's loss times its source's weight, over the sum of the weights of "
-        "all tokens; the log has each source's loss without weights",
-    )
+    data_loss_weights: tuple[float, ...] = arg((), minimum=0, excludes=("mtp_num_layers",))
+    """weight of the loss of each source's tokens in training, in the order of the sources of
+    --data-path: a token's loss times its source's weight, over the sum of the weights of all
+    tokens; the log has each source's loss without weights"""
 
     def check(self, facts: Facts) -> Iterable[str]:
         """As many weights as sources, not all of them 0."""

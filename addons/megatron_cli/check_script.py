@@ -51,26 +51,17 @@ _NO_BREAK = "\0"  # a blank at which a line is not broken
 class Options:
     """The command line."""
 
-    script: Path = arg(
-        position="positional",
-        metavar="FILE",
-        parse=Path,
-        help="a shell script, a YAML recipe, or a Python script",
-    )
-    variables: tuple[str, ...] = arg(
-        (), position="positional", metavar="NAME=VALUE", help="variables that the script expects"
-    )
-    world_size: int | None = arg(
-        None,
-        minimum=1,
-        help="number of ranks (default: that of the launcher in the script, else the fewest)",
-    )
-    device_memory: float | None = arg(
-        None,
-        above=0,
-        metavar="GIB",
-        help="say whether each rank fits a GPU of GIB GiB, and what needs less; exit code 1 if not",
-    )
+    script: Path = arg(position="positional", metavar="FILE", parse=Path)
+    """a shell script, a YAML recipe, or a Python script"""
+
+    variables: tuple[str, ...] = arg((), position="positional", metavar="NAME=VALUE")
+    """variables that the script expects"""
+
+    world_size: int | None = arg(None, minimum=1)
+    """number of ranks (default: that of the launcher in the script, else the fewest)"""
+
+    device_memory: float | None = arg(None, above=0, metavar="GIB")
+    """say whether each rank fits a GPU of GIB GiB, and what needs less; exit code 1 if not"""
 
 
 def _wrong(options: Options) -> list[str]:

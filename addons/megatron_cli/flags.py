@@ -180,7 +180,7 @@ def parser_flags() -> list[Flag]:
             _TYPES.get(flag.takes, bool),
             flag.default,
             None,
-            flag.text,
+            text=flag.text,
         )
         for flag in FOREIGN.values()
     ]

@@ -29,37 +29,39 @@ from tools.shared.trained_model import ModelOptions
 class Options(ModelOptions):
     """The command line."""
 
-    texts: tuple[str, ...] = arg(
-        position="positional",
-        metavar="FILE",
-        help="files, directories or globs: JSON Lines, text (one document per file) or parquet, "
-        "plain or compressed (gzip, xz, zstd)",
-    )
-    stride: int | None = arg(
-        None,
-        minimum=1,
-        help="tokens predicted in each window after a document's first one; the rest of the "
-        "window is context. Smaller is slower and gives each token more context (default: the "
-        "window, so that every token is read once)",
-    )
-    seq_length: int | None = arg(
-        None, minimum=1, help="tokens of a window (default: --seq-length of training)"
-    )
-    join_documents: bool = arg(
-        False,
-        help="read all documents as one text, each ended by the end-of-document token, which is "
-        "predicted too (default: each document by itself)",
-    )
-    json_keys: tuple[str, ...] = arg(
-        ("text",), help="keys or columns that hold the text (default: text)"
-    )
-    txt_lines: bool = arg(False, help="each line of a text file is a document")
-    max_documents: int | None = arg(None, minimum=1, help="evaluate the first N documents only")
-    max_bad_records: int = arg(
-        0, minimum=0, help="number of bad lines to report and skip before the program fails"
-    )
-    micro_batch_size: int = arg(8, minimum=1, help="windows that go through the model at once")
-    json: bool = arg(False, help="print one JSON object, with the score of each document")
+    texts: tuple[str, ...] = arg(position="positional", metavar="FILE")
+    """files, directories or globs: JSON Lines, text (one document per file) or parquet, plain or
+    compressed (gzip, xz, zstd)"""
+
+    stride: int | None = arg(None, minimum=1)
+    """tokens predicted in each window after a document's first one; the rest of the window is
+    context. Smaller is slower and gives each token more context (default: the window, so that every
+    token is read once)"""
+
+    seq_length: int | None = arg(None, minimum=1)
+    """tokens of a window (default: --seq-length of training)"""
+
+    join_documents: bool = arg(False)
+    """read all documents as one text, each ended by the end-of-document token, which is predicted
+    too (default: each document by itself)"""
+
+    json_keys: tuple[str, ...] = arg(("text",))
+    """keys or columns that hold the text (default: text)"""
+
+    txt_lines: bool = arg(False)
+    """each line of a text file is a document"""
+
+    max_documents: int | None = arg(None, minimum=1)
+    """evaluate the first N documents only"""
+
+    max_bad_records: int = arg(0, minimum=0)
+    """number of bad lines to report and skip before the program fails"""
+
+    micro_batch_size: int = arg(8, minimum=1)
+    """windows that go through the model at once"""
+
+    json: bool = arg(False)
+    """print one JSON object, with the score of each document"""
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""

@@ -25,15 +25,11 @@ from tools.shared.trained_model import DtypeOption
 class Options(DtypeOption):
     """The command line."""
 
-    checkpoint: str | None = arg(
-        None,
-        position="positional",
-        metavar="CHECKPOINT",
-        help="run directory, or an iter_XXXXXXX in it",
-    )
-    arguments: tuple[str, ...] | None = arg(
-        None, position="after --", metavar="-- ARGUMENTS", help="arguments of lm_eval"
-    )
+    checkpoint: str | None = arg(None, position="positional", metavar="CHECKPOINT")
+    """run directory, or an iter_XXXXXXX in it"""
+
+    arguments: tuple[str, ...] | None = arg(None, position="after --", metavar="-- ARGUMENTS")
+    """arguments of lm_eval"""
 
     def problems(self) -> list[str]:
         """What is wrong with them."""

@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 class PlannerConfig(Feature):
     """Estimated step time."""
 
-    estimate_on: str | None = arg(
-        None,
-        requires="dry_run",
-        metavar="GPU",
-        help="with --dry-run: print the step time estimated for this kind of GPU (h100, a file of "
-        "addons/planner/machines); tools/plan.py says where it goes",
-    )
+    estimate_on: str | None = arg(None, requires="dry_run", metavar="GPU")
+    """with --dry-run: print the step time estimated for this kind of GPU (h100, a file of
+    addons/planner/machines); tools/plan.py says where it goes"""
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
         """One line. Raises ValueError for a kind of GPU without a file."""

@@ -16,48 +16,54 @@ from megatron.features.registry import RunConfig
 class Options:
     """Options of the plan."""
 
-    gpus: int | None = arg(None, minimum=1, help="number of GPUs of the run")
-    gpu: str = arg(
-        "h100", metavar="NAME", help="kind of GPU: a file of addons/planner/machines, or a .toml"
-    )
-    search: bool = arg(
-        False, help="rank all parallel layouts that fit, and print the best as flags"
-    )
-    top: int = arg(10, minimum=1, help="with --search: number of layouts to print")
-    tokens: float | None = arg(None, above=0, help="tokens of the whole run: days, energy, price")
-    mtbf_hours: float | None = arg(
-        None, above=0, help="hours between two failures of the whole job: lost time, save interval"
-    )
-    save_seconds: float = arg(30.0, above=0, help="seconds that a save stops training for")
-    restart_seconds: float = arg(600.0, minimum=0, help="seconds from a failure to the next step")
-    price: float | None = arg(None, above=0, help="price of an hour of a GPU")
-    plot: str | None = arg(
-        None, metavar="FILE", help="draw where time goes, or predicted over measured (.png, .svg)"
-    )
-    calibrate: str | None = arg(
-        None,
-        metavar="FILE",
-        help="metrics file or log of this run on --gpus of --gpu: fit that machine's constants to "
-        "its steps; needs --output",
-    )
-    output: str | None = arg(
-        None, metavar="FILE", help="with --calibrate: the machine file to write (.toml), for --gpu"
-    )
-    evaluate: str | None = arg(
-        None,
-        metavar="FILE",
-        help="compare predictions with a table of measured runs, without a run",
-    )
-    leave_out: bool = arg(
-        False, help="with --evaluate: also by fits without each source and without random thirds"
-    )
-    known: bool = arg(
-        False,
-        help="with --evaluate: instead, published layouts of tuned runs against --search's best",
-    )
-    refit: bool = arg(
-        False, help="with --evaluate: first fit machines/fitted.json to the table, in a checkout"
-    )
+    gpus: int | None = arg(None, minimum=1)
+    """number of GPUs of the run"""
+
+    gpu: str = arg("h100", metavar="NAME")
+    """kind of GPU: a file of addons/planner/machines, or a .toml"""
+
+    search: bool = arg(False)
+    """rank all parallel layouts that fit, and print the best as flags"""
+
+    top: int = arg(10, minimum=1)
+    """with --search: number of layouts to print"""
+
+    tokens: float | None = arg(None, above=0)
+    """tokens of the whole run: days, energy, price"""
+
+    mtbf_hours: float | None = arg(None, above=0)
+    """hours between two failures of the whole job: lost time, save interval"""
+
+    save_seconds: float = arg(30.0, above=0)
+    """seconds that a save stops training for"""
+
+    restart_seconds: float = arg(600.0, minimum=0)
+    """seconds from a failure to the next step"""
+
+    price: float | None = arg(None, above=0)
+    """price of an hour of a GPU"""
+
+    plot: str | None = arg(None, metavar="FILE")
+    """draw where time goes, or predicted over measured (.png, .svg)"""
+
+    calibrate: str | None = arg(None, metavar="FILE")
+    """metrics file or log of this run on --gpus of --gpu: fit that machine's constants to its
+    steps; needs --output"""
+
+    output: str | None = arg(None, metavar="FILE")
+    """with --calibrate: the machine file to write (.toml), for --gpu"""
+
+    evaluate: str | None = arg(None, metavar="FILE")
+    """compare predictions with a table of measured runs, without a run"""
+
+    leave_out: bool = arg(False)
+    """with --evaluate: also by fits without each source and without random thirds"""
+
+    known: bool = arg(False)
+    """with --evaluate: instead, published layouts of tuned runs against --search's best"""
+
+    refit: bool = arg(False)
+    """with --evaluate: first fit machines/fitted.json to the table, in a checkout"""
 
 
 def divided(argv: Sequence[str]) -> tuple[list[str], list[str]]:

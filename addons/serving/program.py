@@ -32,39 +32,40 @@ LIBRARIES = ("fastapi", "uvicorn")
 class Options(SpeculativeOption, ModelOptions):
     """The command line."""
 
-    host: str = arg("127.0.0.1", help="address to listen on; 0.0.0.0: every interface")
-    port: int = arg(8000, minimum=0, maximum=65535, help="port to listen on; 0: any free port")
-    api_key: str | None = arg(
-        None,
-        metavar="KEY",
-        help="clients must send this key (default: the environment variable MEGATRON_API_KEY)",
-    )
-    served_model_name: str | None = arg(
-        None,
-        metavar="NAME",
-        help="the model's name in the API (default: that of the run: gpt for "
-        "runs/gpt/checkpoints/iter_0000100)",
-    )
-    chat_template: str | None = arg(
-        None,
-        metavar="NAME|FILE",
-        help="chatml, internlm2, llama3, zephyr or a Jinja file (default: the tokenizer's, or "
-        "plain roles if it has none)",
-    )
-    batch_size: int = arg(8, minimum=1, help="number of answers decoded together")
-    queue_size: int = arg(
-        64, minimum=0, help="answers that may wait for a place; more are refused with 429"
-    )
-    max_model_len: int | None = arg(
-        None, minimum=1, help="longest prompt and answer in tokens (default: the model's positions)"
-    )
-    max_tokens_limit: int = arg(
-        4096, minimum=1, help="largest max_tokens that a request may ask for"
-    )
-    max_body_bytes: int = arg(1 << 20, minimum=1, help="largest body of a request in bytes")
-    drain_seconds: int = arg(
-        30, minimum=0, help="after SIGTERM, seconds in which requests on their way may finish"
-    )
+    host: str = arg("127.0.0.1")
+    """address to listen on; 0.0.0.0: every interface"""
+
+    port: int = arg(8000, minimum=0, maximum=65535)
+    """port to listen on; 0: any free port"""
+
+    api_key: str | None = arg(None, metavar="KEY")
+    """clients must send this key (default: the environment variable MEGATRON_API_KEY)"""
+
+    served_model_name: str | None = arg(None, metavar="NAME")
+    """the model's name in the API (default: that of the run: gpt for
+    runs/gpt/checkpoints/iter_0000100)"""
+
+    chat_template: str | None = arg(None, metavar="NAME|FILE")
+    """chatml, internlm2, llama3, zephyr or a Jinja file (default: the tokenizer's, or plain roles
+    if it has none)"""
+
+    batch_size: int = arg(8, minimum=1)
+    """number of answers decoded together"""
+
+    queue_size: int = arg(64, minimum=0)
+    """answers that may wait for a place; more are refused with 429"""
+
+    max_model_len: int | None = arg(None, minimum=1)
+    """longest prompt and answer in tokens (default: the model's positions)"""
+
+    max_tokens_limit: int = arg(4096, minimum=1)
+    """largest max_tokens that a request may ask for"""
+
+    max_body_bytes: int = arg(1 << 20, minimum=1)
+    """largest body of a request in bytes"""
+
+    drain_seconds: int = arg(30, minimum=0)
+    """after SIGTERM, seconds in which requests on their way may finish"""
 
     @property
     def key(self) -> str | None:

@@ -43,20 +43,17 @@ class StagesConfig(Feature):
         requires="save",
         excludes=(*_EXCLUDED, "phase_transition_iterations", "step_batch_size_schedule"),
         metavar="FILE",
-        help="TOML file of stages, each with its end and the flags that change: data and weights, "
-        "sequence length, batch sizes, rotary base and scaling, learning rate; each data set goes "
-        "on where it stopped",
     )
+    """TOML file of stages, each with its end and the flags that change: data and weights, sequence
+    length, batch sizes, rotary base and scaling, learning rate; each data set goes on where it
+    stopped"""
+
     phase_transition_iterations: str | None = arg(
-        None,
-        requires="save",
-        excludes=_EXCLUDED,
-        per_run=True,
-        metavar="N,N",
-        help="save and exit at these iterations; the job that goes on from there may have other "
-        "data, sequence length, rotary base and scaling, and each data set goes on where it "
-        "stopped (--stages does all of it in one job)",
+        None, requires="save", excludes=_EXCLUDED, per_run=True, metavar="N,N"
     )
+    """save and exit at these iterations; the job that goes on from there may have other data,
+    sequence length, rotary base and scaling, and each data set goes on where it stopped (--stages
+    does all of it in one job)"""
 
     @property
     def ends(self) -> tuple[int, ...]:

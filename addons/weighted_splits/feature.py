@@ -45,21 +45,20 @@ class WeightedSplitsConfig(Feature):
         help=f"training data: {_GROUP}, of each data set the documents from START to END, "
         "as fractions of all of it",
     )
-    train_weighted_split_paths_path: str | None = _of_train(
-        None, metavar="FILE", help="file with the same on one line, in double quotes"
-    )
-    valid_weighted_split_paths: tuple[str, ...] = _of_more(
-        (), metavar="GROUP", help="validation data, each group evaluated by itself"
-    )
+    train_weighted_split_paths_path: str | None = _of_train(None, metavar="FILE")
+    """file with the same on one line, in double quotes"""
+
+    valid_weighted_split_paths: tuple[str, ...] = _of_more((), metavar="GROUP")
+    """validation data, each group evaluated by itself"""
+
     valid_weighted_split_paths_path: str | None = _of_more(
         None, metavar="FILE", help='file with the same on one line: "GROUP" "GROUP"'
     )
-    test_weighted_split_paths: tuple[str, ...] = _of_more(
-        (), metavar="GROUP", help="data of the test"
-    )
-    test_weighted_split_paths_path: str | None = _of_more(
-        None, metavar="FILE", help="file with the same on one line, in double quotes"
-    )
+    test_weighted_split_paths: tuple[str, ...] = _of_more((), metavar="GROUP")
+    """data of the test"""
+
+    test_weighted_split_paths_path: str | None = _of_more(None, metavar="FILE")
+    """file with the same on one line, in double quotes"""
 
     @property
     def names_data(self) -> bool:

@@ -28,16 +28,14 @@ class KernelsConfig:
         "layers: local (this suite's) or NVIDIA's Transformer Engine (CUDA; "
         f"{INSTALL_TRANSFORMER_ENGINE})",
     )
-    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg(
-        "auto",
-        help=(
-            "attention kernel: auto (the fastest available), flash (the flash-attn "
-            "package), fused (torch's fused attention; with Transformer Engine cuDNN's), "
-            "unfused (allocates the matrix of scores) or local (this suite's chunked "
-            "attention)"
-        ),
-    )
-    use_flash_attn: bool = arg(False, help="the same as --attention-backend flash")
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg("auto")
+    """attention kernel: auto (the fastest available), flash (the flash-attn package), fused
+    (torch's fused attention; with Transformer Engine cuDNN's), unfused (allocates the matrix of
+    scores) or local (this suite's chunked attention)"""
+
+    use_flash_attn: bool = arg(False)
+    """the same as --attention-backend flash"""
+
     masked_softmax_fusion: bool = arg(
         True,
         needs=Needs(
@@ -45,42 +43,32 @@ class KernelsConfig:
             lambda v: v["attention_backend"] in ("auto", "unfused") and not v["use_flash_attn"],
         ),
         off="--no-masked-softmax-fusion",
-        help="unfused attention, which allocates the matrix of scores: the same as "
-        "--attention-backend unfused",
     )
-    bias_swiglu_fusion: bool = arg(
-        True, needs="swiglu", off="--no-bias-swiglu-fusion", help="disable the fused SwiGLU kernel"
-    )
-    apply_rope_fusion: bool = arg(
-        True,
-        needs=ROPE,
-        off="--no-rope-fusion",
-        help="disable the fused kernel of rotary position embeddings",
-    )
-    gradient_accumulation_fusion: bool = arg(
-        True,
-        off="--no-gradient-accumulation-fusion",
-        help="compute weight gradients in the parameter dtype and add them to main_grad "
-        "afterwards, instead of accumulating in fp32 directly",
-    )
+    """unfused attention, which allocates the matrix of scores: the same as --attention-backend
+    unfused"""
 
-    cuda_graph_impl: Literal["none", "local"] = arg(
-        "none",
-        help="local: forward and backward of a micro-batch are one CUDA graph, which the host "
-        "starts with one call (never run on a device)",
-    )
-    enable_cuda_graph: bool = arg(False, help="the same as --cuda-graph-impl local")
-    cuda_graph_scope: Literal["full_iteration"] = arg(
-        "full_iteration",
-        help="what a CUDA graph holds: full_iteration, all of a micro-batch, from samples to "
-        "gradients",
-    )
-    cuda_graph_warmup_steps: int = arg(
-        3,
-        minimum=1,
-        needs=CUDA_GRAPHS,
-        help="iterations before CUDA graphs are recorded, in each process: kernels are tried there",
-    )
+    bias_swiglu_fusion: bool = arg(True, needs="swiglu", off="--no-bias-swiglu-fusion")
+    """disable the fused SwiGLU kernel"""
+
+    apply_rope_fusion: bool = arg(True, needs=ROPE, off="--no-rope-fusion")
+    """disable the fused kernel of rotary position embeddings"""
+
+    gradient_accumulation_fusion: bool = arg(True, off="--no-gradient-accumulation-fusion")
+    """compute weight gradients in the parameter dtype and add them to main_grad afterwards, instead
+    of accumulating in fp32 directly"""
+
+    cuda_graph_impl: Literal["none", "local"] = arg("none")
+    """local: forward and backward of a micro-batch are one CUDA graph, which the host starts with
+    one call (never run on a device)"""
+
+    enable_cuda_graph: bool = arg(False)
+    """the same as --cuda-graph-impl local"""
+
+    cuda_graph_scope: Literal["full_iteration"] = arg("full_iteration")
+    """what a CUDA graph holds: full_iteration, all of a micro-batch, from samples to gradients"""
+
+    cuda_graph_warmup_steps: int = arg(3, minimum=1, needs=CUDA_GRAPHS)
+    """iterations before CUDA graphs are recorded, in each process: kernels are tried there"""
 
     @property
     def cuda_graphs(self) -> bool:

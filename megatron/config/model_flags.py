@@ -61,65 +61,46 @@ class TransformerConfig:
         maximum=10_000,
         trained=True,
         alias=("--encoder-num-layers",),
-        help="number of transformer layers",
     )
+    """number of transformer layers"""
+
     hybrid_layer_pattern: str | None = arg(
         None,
         excludes=("moe_layer_freq", "use_parallel_residual", "linear_attention_freq"),
         trained="layer_symbols",
         alias=("--hybrid-override-pattern",),
-        help="layers of one block each, a letter for each: * attention, G gated delta net, - MLP, "
-        "E experts; | between (virtual) pipeline stages; behind / the blocks of each module of "
-        "multi-token prediction, as in *-*-|*E*E/*E (default: layers of attention and an MLP or "
-        "experts)",
     )
-    hidden_size: int = arg(
-        None,
-        missing="give the width of the model",
-        minimum=1,
-        trained=True,
-        help="hidden size (width of the residual stream)",
-    )
-    ffn_hidden_size: int | None = arg(
-        None,
-        minimum=1,
-        trained="ffn",
-        help="MLP hidden size (default: 4 x hidden size, or with a gated MLP such as --swiglu "
-        "8/3 x hidden size rounded down to a multiple of 64)",
-    )
+    """layers of one block each, a letter for each: * attention, G gated delta net, - MLP, E
+    experts; | between (virtual) pipeline stages; behind / the blocks of each module of multi-token
+    prediction, as in *-*-|*E*E/*E (default: layers of attention and an MLP or experts)"""
+
+    hidden_size: int = arg(None, missing="give the width of the model", minimum=1, trained=True)
+    """hidden size (width of the residual stream)"""
+
+    ffn_hidden_size: int | None = arg(None, minimum=1, trained="ffn")
+    """MLP hidden size (default: 4 x hidden size, or with a gated MLP such as --swiglu 8/3 x hidden
+    size rounded down to a multiple of 64)"""
+
     ffn_multiple_of: int | None = arg(
-        None,
-        requires=_GATED,
-        excludes=("ffn_hidden_size",),
-        minimum=1,
-        trained="ffn",
-        help="with a gated MLP, instead of --ffn-hidden-size: MLP hidden size is 8/3 "
-        "x hidden size rounded UP to a multiple of this",
+        None, requires=_GATED, excludes=("ffn_hidden_size",), minimum=1, trained="ffn"
     )
+    """with a gated MLP, instead of --ffn-hidden-size: MLP hidden size is 8/3 x hidden size rounded
+    UP to a multiple of this"""
+
     num_attention_heads: int = arg(
-        None,
-        missing="give the number of query heads",
-        minimum=1,
-        trained=True,
-        help="number of attention (query) heads",
+        None, missing="give the number of query heads", minimum=1, trained=True
     )
-    kv_channels: int | None = arg(
-        None,
-        needs=_NO_MLA,
-        minimum=1,
-        trained="head_dim",
-        help="head width (default: hidden size / number of attention heads)",
-    )
-    group_query_attention: bool = arg(
-        False, needs=_NO_MLA, trained="query_groups", help="grouped-query attention (GQA)"
-    )
-    num_query_groups: int = arg(
-        1,
-        needs=_NO_MLA,
-        minimum=1,
-        trained="query_groups",
-        help="number of key/value heads, with --group-query-attention",
-    )
+    """number of attention (query) heads"""
+
+    kv_channels: int | None = arg(None, needs=_NO_MLA, minimum=1, trained="head_dim")
+    """head width (default: hidden size / number of attention heads)"""
+
+    group_query_attention: bool = arg(False, needs=_NO_MLA, trained="query_groups")
+    """grouped-query attention (GQA)"""
+
+    num_query_groups: int = arg(1, needs=_NO_MLA, minimum=1, trained="query_groups")
+    """number of key/value heads, with --group-query-attention"""
+
     multi_latent_attention: bool = arg(
         False,
         excludes=(
@@ -129,357 +110,241 @@ class TransformerConfig:
             "qk_layernorm_after_rope",
         ),
         trained=True,
-        help="multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are "
-        "made of one narrow latent, beside one rotary key",
     )
-    q_lora_rank: int | None = _latent(
-        None,
-        minimum=1,
-        help="MLA: width of the latent of queries (default: none, queries are made of the hidden "
-        "states)",
-    )
-    kv_lora_rank: int = _latent(
-        32,
-        minimum=1,
-        help="MLA: width of the latent of keys and values; Megatron-LM's MLATransformerConfig has "
-        "512",
-    )
-    qk_head_dim: int = _latent(
-        128,
-        minimum=1,
-        help="MLA: channels of a head of queries and keys without rotary positions",
-    )
-    qk_pos_emb_head_dim: int = _latent(
-        64,
-        minimum=2,
-        help="MLA: channels of a head of queries with rotary positions, beside those; the keys of "
-        "all heads share them",
-    )
-    v_head_dim: int = _latent(
-        128,
-        minimum=1,
-        help="MLA: channels of a head of values",
-    )
+    """multi-head latent attention (MLA, DeepSeek-V2): keys and values of all heads are made of one
+    narrow latent, beside one rotary key"""
+
+    q_lora_rank: int | None = _latent(None, minimum=1)
+    """MLA: width of the latent of queries (default: none, queries are made of the hidden states)"""
+
+    kv_lora_rank: int = _latent(32, minimum=1)
+    """MLA: width of the latent of keys and values; Megatron-LM's MLATransformerConfig has 512"""
+
+    qk_head_dim: int = _latent(128, minimum=1)
+    """MLA: channels of a head of queries and keys without rotary positions"""
+
+    qk_pos_emb_head_dim: int = _latent(64, minimum=2)
+    """MLA: channels of a head of queries with rotary positions, beside those; the keys of all heads
+    share them"""
+
+    v_head_dim: int = _latent(128, minimum=1)
+    """MLA: channels of a head of values"""
+
     latent_norm_epsilon: float | None = arg(
-        None,
-        needs=[_MLA, "qk_layernorm"],
-        above=0,
-        trained="latents",
-        help="MLA: epsilon of the norms of latents (default: --norm-epsilon); 1e-6 in Hugging "
-        "Face's DeepSeek models",
+        None, needs=[_MLA, "qk_layernorm"], above=0, trained="latents"
     )
+    """MLA: epsilon of the norms of latents (default: --norm-epsilon); 1e-6 in Hugging Face's
+    DeepSeek models"""
+
     experimental_attention_variant: Literal["gated_delta_net"] | None = arg(
-        None,
-        requires="linear_attention_freq",
-        trained="delta_layers",
-        help="what the layers of --linear-attention-freq have in the place of attention: "
-        "gated_delta_net (Qwen3-Next), a state of fixed size that each token rewrites; its "
-        "activations are SiLU, whatever those of the MLP are",
+        None, requires="linear_attention_freq", trained="delta_layers"
     )
+    """what the layers of --linear-attention-freq have in the place of attention: gated_delta_net
+    (Qwen3-Next), a state of fixed size that each token rewrites; its activations are SiLU, whatever
+    those of the MLP are"""
+
     linear_attention_freq: str | None = arg(
-        None,
-        needs="experimental_attention_variant",
-        trained="delta_layers",
-        help="which layers have that: N for all but every Nth layer, or a pattern of 1 (gated "
-        "delta net) and 0 (attention) such as [1,1,1,0]*12",
+        None, needs="experimental_attention_variant", trained="delta_layers"
     )
-    linear_conv_kernel_dim: int = _delta(
-        4,
-        minimum=1,
-        maximum=64,
-        help="gated delta net: tokens, itself the last, that the convolution of a token sees",
-    )
-    linear_key_head_dim: int = _delta(
-        128,
-        minimum=1,
-        help="gated delta net: channels of a head of queries and keys",
-    )
-    linear_value_head_dim: int = _delta(
-        128,
-        minimum=1,
-        help="gated delta net: channels of a head of values and gates",
-    )
-    linear_num_key_heads: int = _delta(
-        16,
-        minimum=1,
-        help="gated delta net: heads of queries and keys",
-    )
-    linear_num_value_heads: int = _delta(
-        32,
-        minimum=1,
-        help="gated delta net: heads of values and gates, a multiple of --linear-num-key-heads",
-    )
+    """which layers have that: N for all but every Nth layer, or a pattern of 1 (gated delta net)
+    and 0 (attention) such as [1,1,1,0]*12"""
+
+    linear_conv_kernel_dim: int = _delta(4, minimum=1, maximum=64)
+    """gated delta net: tokens, itself the last, that the convolution of a token sees"""
+
+    linear_key_head_dim: int = _delta(128, minimum=1)
+    """gated delta net: channels of a head of queries and keys"""
+
+    linear_value_head_dim: int = _delta(128, minimum=1)
+    """gated delta net: channels of a head of values and gates"""
+
+    linear_num_key_heads: int = _delta(16, minimum=1)
+    """gated delta net: heads of queries and keys"""
+
+    linear_num_value_heads: int = _delta(32, minimum=1)
+    """gated delta net: heads of values and gates, a multiple of --linear-num-key-heads"""
+
     seq_length: int = arg(
-        None,
-        missing="give the tokens of one sample",
-        minimum=1,
-        alias=("--encoder-seq-length",),
-        help="sequence length: tokens per sample",
+        None, missing="give the tokens of one sample", minimum=1, alias=("--encoder-seq-length",)
     )
+    """sequence length: tokens per sample"""
+
     max_position_embeddings: int = arg(
-        None,
-        missing="give at least --seq-length",
-        minimum=1,
-        trained="position_rows",
-        help="number of positions (rows of a learned position table), at least --seq-length",
+        None, missing="give at least --seq-length", minimum=1, trained="position_rows"
     )
+    """number of positions (rows of a learned position table), at least --seq-length"""
+
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = arg(
-        "learned_absolute",
-        trained="positions",
-        help="position embeddings; yarn: rope with --rope-type yarn",
+        "learned_absolute", trained="positions"
     )
-    use_rotary_position_embeddings: bool = arg(
-        False, trained="positions", help="the same as --position-embedding-type rope"
-    )
-    add_position_embedding: bool = arg(
-        True,
-        trained="positions",
-        off="--no-position-embedding",
-        help="no learned position table: the same as --position-embedding-type none (or "
-        "rope, if requested)",
-    )
-    rotary_base: int = arg(
-        10000,
-        needs=ROPE,
-        minimum=1,
-        trained=True,
-        help="base of the rotary frequencies",
-    )
-    rotary_percent: float = arg(
-        1.0,
-        needs=ROPE,
-        above=0,
-        maximum=1,
-        trained=True,
-        help="fraction of each head's width to which rotary position embeddings are applied",
-    )
-    rotary_interleaved: bool = arg(
-        False,
-        needs=ROPE,
-        trained=True,
-        help="rotary position embeddings rotate neighbouring pairs instead of the two halves"
-        " of a head",
-    )
-    rotary_seq_len_interpolation_factor: int | None = arg(
-        None,
-        needs=ROPE,
-        minimum=1,
-        trained=True,
-        help="divide rotary positions by this (position interpolation)",
-    )
-    rotary_ntk_alpha: float = arg(
-        1.0,
-        above=0,
-        needs=ROPE,
-        trained=True,
-        help="NTK-aware scaling: the base of the rotary frequencies is multiplied by this to the "
-        "power of d / (d - 2), d rotated channels of a head (Hunyuan)",
-    )
-    use_rope_scaling: bool = arg(
-        False,
-        needs=ROPE,
-        trained="rope_scaling",
-        help="Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions "
-        "are divided by --rope-scaling-factor",
-    )
-    rope_scaling_factor: float = arg(
-        8.0,
-        above=0,
-        needs="use_rope_scaling",
-        trained="rope_scaling",
-        help="with --use-rope-scaling: factor by which low rotary frequencies are divided",
-    )
-    rope_type: Literal["rope", "yarn", "longrope"] | None = arg(
-        None,
-        needs=ROPE,
-        trained="yarn",
-        help="rotary frequencies as they are, or slowed for a longer context as YaRN does, by "
-        "--rotary-scaling-factor, or LongRoPE, by --longrope-short-factor and "
-        "--longrope-long-factor (default: rope, with MLA yarn)",
-    )
-    longrope_short_factor: tuple[float, ...] | None = _longrope(
-        None,
-        help="LongRoPE: what each rotary frequency is divided by, in sequences of up to "
-        "--original-max-position-embeddings tokens; generation counts all tokens there may be",
-    )
-    longrope_long_factor: tuple[float, ...] | None = _longrope(
-        None,
-        help="LongRoPE: the same in longer sequences",
-    )
-    longrope_attention_factor: float = _longrope(
-        1.0,
-        above=0,
-        help="LongRoPE: rotated queries and keys are multiplied by this",
-    )
-    rotary_scaling_factor: float = _yarn(
-        1.0,
-        above=0,
-        alias=("--yarn-rotary-scaling-factor",),
-        help="YaRN: by how much the context is longer than --original-max-position-embeddings; "
-        "Megatron-LM's MLATransformerConfig has 40",
-    )
+    """position embeddings; yarn: rope with --rope-type yarn"""
+
+    use_rotary_position_embeddings: bool = arg(False, trained="positions")
+    """the same as --position-embedding-type rope"""
+
+    add_position_embedding: bool = arg(True, trained="positions", off="--no-position-embedding")
+    """no learned position table: the same as --position-embedding-type none (or rope, if
+    requested)"""
+
+    rotary_base: int = arg(10000, needs=ROPE, minimum=1, trained=True)
+    """base of the rotary frequencies"""
+
+    rotary_percent: float = arg(1.0, needs=ROPE, above=0, maximum=1, trained=True)
+    """fraction of each head's width to which rotary position embeddings are applied"""
+
+    rotary_interleaved: bool = arg(False, needs=ROPE, trained=True)
+    """rotary position embeddings rotate neighbouring pairs instead of the two halves of a head"""
+
+    rotary_seq_len_interpolation_factor: int | None = arg(None, needs=ROPE, minimum=1, trained=True)
+    """divide rotary positions by this (position interpolation)"""
+
+    rotary_ntk_alpha: float = arg(1.0, above=0, needs=ROPE, trained=True)
+    """NTK-aware scaling: the base of the rotary frequencies is multiplied by this to the power of d
+    / (d - 2), d rotated channels of a head (Hunyuan)"""
+
+    use_rope_scaling: bool = arg(False, needs=ROPE, trained="rope_scaling")
+    """Llama 3.1's RoPE scaling: frequencies with wavelengths above 8,192 positions are divided by
+    --rope-scaling-factor"""
+
+    rope_scaling_factor: float = arg(8.0, above=0, needs="use_rope_scaling", trained="rope_scaling")
+    """with --use-rope-scaling: factor by which low rotary frequencies are divided"""
+
+    rope_type: Literal["rope", "yarn", "longrope"] | None = arg(None, needs=ROPE, trained="yarn")
+    """rotary frequencies as they are, or slowed for a longer context as YaRN does, by
+    --rotary-scaling-factor, or LongRoPE, by --longrope-short-factor and --longrope-long-factor
+    (default: rope, with MLA yarn)"""
+
+    longrope_short_factor: tuple[float, ...] | None = _longrope(None)
+    """LongRoPE: what each rotary frequency is divided by, in sequences of up to
+    --original-max-position-embeddings tokens; generation counts all tokens there may be"""
+
+    longrope_long_factor: tuple[float, ...] | None = _longrope(None)
+    """LongRoPE: the same in longer sequences"""
+
+    longrope_attention_factor: float = _longrope(1.0, above=0)
+    """LongRoPE: rotated queries and keys are multiplied by this"""
+
+    rotary_scaling_factor: float = _yarn(1.0, above=0, alias=("--yarn-rotary-scaling-factor",))
+    """YaRN: by how much the context is longer than --original-max-position-embeddings;
+    Megatron-LM's MLATransformerConfig has 40"""
+
     original_max_position_embeddings: int = arg(
         4096,
         minimum=1,
         needs=_LENGTHENED,
         trained="yarn",
         alias=("--yarn-original-max-position-embeddings",),
-        help="YaRN, LongRoPE: positions of the context before it was lengthened",
     )
-    beta_fast: float = _yarn(
-        32.0,
-        above=0,
-        alias=("--yarn-beta-fast",),
-        help="YaRN: frequencies with more turns than this in that context stay",
-    )
-    beta_slow: float = _yarn(
-        1.0,
-        above=0,
-        alias=("--yarn-beta-slow",),
-        help="YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor",
-    )
-    mscale: float = _yarn(
-        1.0,
-        minimum=0,
-        alias=("--yarn-mscale",),
-        help="YaRN: rotated queries and keys are multiplied by 1 + 0.1 x this x ln of the factor, "
-        "divided by the same with --mscale-all-dim",
-    )
-    mscale_all_dim: float = _yarn(
-        0.0,
-        minimum=0,
-        alias=("--yarn-mscale-all-dim",),
-        help="YaRN: see --mscale; with MLA attention scores are multiplied by the square of 1 + "
-        "0.1 x this x ln of the factor",
-    )
+    """YaRN, LongRoPE: positions of the context before it was lengthened"""
+
+    beta_fast: float = _yarn(32.0, above=0, alias=("--yarn-beta-fast",))
+    """YaRN: frequencies with more turns than this in that context stay"""
+
+    beta_slow: float = _yarn(1.0, above=0, alias=("--yarn-beta-slow",))
+    """YaRN: frequencies with fewer turns are divided by --rotary-scaling-factor"""
+
+    mscale: float = _yarn(1.0, minimum=0, alias=("--yarn-mscale",))
+    """YaRN: rotated queries and keys are multiplied by 1 + 0.1 x this x ln of the factor, divided
+    by the same with --mscale-all-dim"""
+
+    mscale_all_dim: float = _yarn(0.0, minimum=0, alias=("--yarn-mscale-all-dim",))
+    """YaRN: see --mscale; with MLA attention scores are multiplied by the square of 1 + 0.1 x this
+    x ln of the factor"""
+
     yarn_correction_range_round_to_int: bool = _yarn(
-        True,
-        off="--no-yarn-correction-range-round-to-int",
-        help="YaRN: the channels between which frequencies go over are not rounded to whole ones",
+        True, off="--no-yarn-correction-range-round-to-int"
     )
-    no_rope_freq: str | None = arg(
-        None,
-        needs=ROPE,
-        trained="unrotated_layers",
-        help="layers without rotary position embeddings (NoPE): N for every Nth layer, or a "
-        "pattern of 1 (without) and 0 (with) such as [0]*3+[1]*1 (default: none)",
-    )
-    window_size: tuple[int, ...] | None = arg(
-        None,
-        nargs=2,
-        minimum=0,
-        trained="window",
-        help="sliding-window attention: a token sees itself and so many tokens before it, and so "
-        "many behind it, of which there must be 0, e.g. 127 0 (default: all before it); "
-        "sliding_window of Hugging Face counts the token itself, too: there it is 128",
-    )
+    """YaRN: the channels between which frequencies go over are not rounded to whole ones"""
+
+    no_rope_freq: str | None = arg(None, needs=ROPE, trained="unrotated_layers")
+    """layers without rotary position embeddings (NoPE): N for every Nth layer, or a pattern of 1
+    (without) and 0 (with) such as [0]*3+[1]*1 (default: none)"""
+
+    window_size: tuple[int, ...] | None = arg(None, nargs=2, minimum=0, trained="window")
+    """sliding-window attention: a token sees itself and so many tokens before it, and so many
+    behind it, of which there must be 0, e.g. 127 0 (default: all before it); sliding_window of
+    Hugging Face counts the token itself, too: there it is 128"""
+
     window_attn_skip_freq: str | None = arg(
-        None,
-        needs="window_size",
-        trained="full_attention_layers",
-        help="layers without the window of --window-size: N for every Nth layer, or a pattern of 1 "
-        "(window) and 0 (all tokens) such as [1,1,1,0]*8 (default: none)",
+        None, needs="window_size", trained="full_attention_layers"
     )
+    """layers without the window of --window-size: N for every Nth layer, or a pattern of 1 (window)
+    and 0 (all tokens) such as [1,1,1,0]*8 (default: none)"""
+
     cp_comm_type: tuple[str, ...] = arg(
-        ("p2p",),
-        needs="context_parallel_size",
-        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
-        help="context-parallel communication of attention, one for all layers or one for each: p2p "
-        "(keys and values go round a ring), all_gather (of keys and values), a2a (each rank gets "
-        "the whole sequence of some heads) or a2a+p2p (a2a among neighbours, p2p between such "
-        "groups; see --hierarchical-context-parallel-sizes)",
+        ("p2p",), needs="context_parallel_size", choices=("p2p", "all_gather", "a2a", "a2a+p2p")
     )
+    """context-parallel communication of attention, one for all layers or one for each: p2p (keys
+    and values go round a ring), all_gather (of keys and values), a2a (each rank gets the whole
+    sequence of some heads) or a2a+p2p (a2a among neighbours, p2p between such groups; see
+    --hierarchical-context-parallel-sizes)"""
+
     window_rotary_base: int | None = arg(
-        None,
-        needs=[ROPE, "window_size"],
-        minimum=1,
-        trained="window_base",
-        help="base of the rotary frequencies in layers with a window, where they are then neither "
-        "scaled nor interpolated (default: the rotary positions of the other layers)",
+        None, needs=[ROPE, "window_size"], minimum=1, trained="window_base"
     )
-    make_vocab_size_divisible_by: int = arg(
-        128, minimum=1, help="pad the vocabulary size to a multiple of this x tensor-parallel size"
-    )
-    normalization: Literal["LayerNorm", "RMSNorm"] = arg(
-        "LayerNorm", trained=True, parse=_norm, help="type of all norms"
-    )
-    norm_epsilon: float = arg(1e-5, above=0, trained=True, help="epsilon of the norms")
-    apply_layernorm_1p: bool = arg(
-        False, trained=True, help="store norm weights minus one (zero-centered)"
-    )
-    apply_residual_connection_post_layernorm: bool = arg(
-        False, trained=True, help="take the residual connection after the norm instead of before it"
-    )
+    """base of the rotary frequencies in layers with a window, where they are then neither scaled
+    nor interpolated (default: the rotary positions of the other layers)"""
+
+    make_vocab_size_divisible_by: int = arg(128, minimum=1)
+    """pad the vocabulary size to a multiple of this x tensor-parallel size"""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = arg("LayerNorm", trained=True, parse=_norm)
+    """type of all norms"""
+
+    norm_epsilon: float = arg(1e-5, above=0, trained=True)
+    """epsilon of the norms"""
+
+    apply_layernorm_1p: bool = arg(False, trained=True)
+    """store norm weights minus one (zero-centered)"""
+
+    apply_residual_connection_post_layernorm: bool = arg(False, trained=True)
+    """take the residual connection after the norm instead of before it"""
+
     use_parallel_residual: bool = arg(
-        False,
-        excludes=("apply_residual_connection_post_layernorm",),
-        trained=True,
-        help="attention and MLP of a layer both read the layer's input, and both results are added "
-        "to it (GPT-NeoX, Pythia)",
+        False, excludes=("apply_residual_connection_post_layernorm",), trained=True
     )
+    """attention and MLP of a layer both read the layer's input, and both results are added to it
+    (GPT-NeoX, Pythia)"""
+
     no_pre_layernorm: bool = arg(
         False,
         requires=["post_self_attn_layernorm", "post_mlp_layernorm"],
         excludes=("apply_residual_connection_post_layernorm", "fp32_residual_connection"),
         trained=True,
-        help="no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and "
-        "--post-mlp-layernorm",
     )
-    post_self_attn_layernorm: bool = arg(
-        False,
-        trained=True,
-        help="a norm of the attention output before the residual connection",
-    )
-    post_mlp_layernorm: bool = arg(
-        False,
-        trained=True,
-        help="a norm of the MLP output before the residual connection",
-    )
-    embedding_multiplier: float = arg(
-        1.0,
-        above=0,
-        trained="embedding_factors",
-        help="factor on the output of the word embedding, rounded to the dtype of the weights "
-        "(Granite; Gemma: square root of the hidden size)",
-    )
-    residual_multiplier: float = arg(
-        1.0,
-        above=0,
-        trained=True,
-        help="factor on the attention and MLP outputs before the residual connection (Granite)",
-    )
-    softmax_scale: float | None = arg(
-        None,
-        above=0,
-        trained="attention_scale",
-        help="factor on attention scores (default: 1 / square root of the head width; with "
-        "--use-mup 1 / head width)",
-    )
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = arg(
-        "vanilla",
-        trained=True,
-        help="the softmax of attention has one more score, of no value, in its denominator: with "
-        "off-by-one it is 0, with learnable a parameter of each query head (attention sinks, "
-        "gpt-oss)",
-    )
-    attn_logit_softcapping: float | None = arg(
-        None,
-        above=0,
-        trained=True,
-        help="attention scores x become this times tanh(x / this) (Gemma 2; default: no cap)",
-    )
-    logits_scaling: float = arg(
-        1.0,
-        above=0,
-        trained="logits_divisor",
-        help="the logits are divided by this (Granite)",
-    )
-    final_logit_softcapping: float | None = arg(
-        None,
-        above=0,
-        trained=True,
-        help="the logits x become this times tanh(x / this) (Gemma 2; default: no cap)",
-    )
+    """no norms before attention and MLP (OLMo 2); needs --post-self-attn-layernorm and
+    --post-mlp-layernorm"""
+
+    post_self_attn_layernorm: bool = arg(False, trained=True)
+    """a norm of the attention output before the residual connection"""
+
+    post_mlp_layernorm: bool = arg(False, trained=True)
+    """a norm of the MLP output before the residual connection"""
+
+    embedding_multiplier: float = arg(1.0, above=0, trained="embedding_factors")
+    """factor on the output of the word embedding, rounded to the dtype of the weights (Granite;
+    Gemma: square root of the hidden size)"""
+
+    residual_multiplier: float = arg(1.0, above=0, trained=True)
+    """factor on the attention and MLP outputs before the residual connection (Granite)"""
+
+    softmax_scale: float | None = arg(None, above=0, trained="attention_scale")
+    """factor on attention scores (default: 1 / square root of the head width; with --use-mup 1 /
+    head width)"""
+
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = arg("vanilla", trained=True)
+    """the softmax of attention has one more score, of no value, in its denominator: with off-by-one
+    it is 0, with learnable a parameter of each query head (attention sinks, gpt-oss)"""
+
+    attn_logit_softcapping: float | None = arg(None, above=0, trained=True)
+    """attention scores x become this times tanh(x / this) (Gemma 2; default: no cap)"""
+
+    logits_scaling: float = arg(1.0, above=0, trained="logits_divisor")
+    """the logits are divided by this (Granite)"""
+
+    final_logit_softcapping: float | None = arg(None, above=0, trained=True)
+    """the logits x become this times tanh(x / this) (Gemma 2; default: no cap)"""
+
     mtp_num_layers: int | None = arg(
         None,
         minimum=1,
@@ -489,27 +354,20 @@ class TransformerConfig:
             lambda v: v.config.model.positions != "learned_absolute",
         ),
         excludes=("use_mup", "logits_scaling", "enable_cuda_graph", "cuda_graph_impl"),
-        help="multi-token prediction (DeepSeek-V3): this many modules behind the decoder, each of "
-        "which predicts one token further",
     )
-    mtp_loss_scaling_factor: float = arg(
-        0.1,
-        minimum=0,
-        needs="mtp_num_layers",
-        help="factor on the mean of the losses of --mtp-num-layers, which is added to the loss",
-    )
-    qk_layernorm: bool = arg(
-        False,
-        trained=True,
-        help="normalize each head of queries and keys; with MLA their latents",
-    )
-    attention_output_gate: bool = arg(
-        False,
-        excludes=("multi_latent_attention",),
-        trained=True,
-        help="multiply the result of each attention head by the sigmoid of a gate, another head of "
-        "linear_qkv (Qwen3-Next)",
-    )
+    """multi-token prediction (DeepSeek-V3): this many modules behind the decoder, each of which
+    predicts one token further"""
+
+    mtp_loss_scaling_factor: float = arg(0.1, minimum=0, needs="mtp_num_layers")
+    """factor on the mean of the losses of --mtp-num-layers, which is added to the loss"""
+
+    qk_layernorm: bool = arg(False, trained=True)
+    """normalize each head of queries and keys; with MLA their latents"""
+
+    attention_output_gate: bool = arg(False, excludes=("multi_latent_attention",), trained=True)
+    """multiply the result of each attention head by the sigmoid of a gate, another head of
+    linear_qkv (Qwen3-Next)"""
+
     qk_layernorm_all_heads: bool = arg(
         False,
         requires=Needs(
@@ -518,60 +376,46 @@ class TransformerConfig:
         ),
         needs="qk_layernorm",
         trained=True,
-        help="with --qk-layernorm: one RMSNorm over all query heads together and one over all key "
-        "heads, instead of one per head (OLMo 2, OLMoE)",
     )
-    qk_layernorm_after_rope: bool = arg(
-        False,
-        needs=[ROPE, "qk_layernorm"],
-        trained=True,
-        help="with --qk-layernorm: normalize queries and keys after their rotation (Hunyuan)",
-    )
+    """with --qk-layernorm: one RMSNorm over all query heads together and one over all key heads,
+    instead of one per head (OLMo 2, OLMoE)"""
+
+    qk_layernorm_after_rope: bool = arg(False, needs=[ROPE, "qk_layernorm"], trained=True)
+    """with --qk-layernorm: normalize queries and keys after their rotation (Hunyuan)"""
+
     openai_gelu: bool = arg(
-        False,
-        excludes=("swiglu", "geglu", "squared_relu", "xielu"),
-        trained="activation",
-        help="tanh approximation of GELU, also with --no-bias-gelu-fusion",
+        False, excludes=("swiglu", "geglu", "squared_relu", "xielu"), trained="activation"
     )
-    squared_relu: bool = arg(
-        False,
-        excludes=("swiglu", "geglu"),
-        trained="activation",
-        help="squared ReLU activation in the MLP",
-    )
-    swiglu: bool = arg(False, trained="activation", help="SwiGLU: gated MLP with SiLU")
-    geglu: bool = arg(
-        False,
-        excludes=("swiglu",),
-        trained="activation",
-        help="GEGLU: gated MLP with GELU",
-    )
+    """tanh approximation of GELU, also with --no-bias-gelu-fusion"""
+
+    squared_relu: bool = arg(False, excludes=("swiglu", "geglu"), trained="activation")
+    """squared ReLU activation in the MLP"""
+
+    swiglu: bool = arg(False, trained="activation")
+    """SwiGLU: gated MLP with SiLU"""
+
+    geglu: bool = arg(False, excludes=("swiglu",), trained="activation")
+    """GEGLU: gated MLP with GELU"""
+
     quick_geglu: bool = arg(
         False,
         excludes=("swiglu", "geglu", "squared_relu", "xielu", "openai_gelu"),
         trained="activation",
-        help="gated MLP with x sigmoid(1.702 x) in the place of GELU (gpt-oss)",
     )
+    """gated MLP with x sigmoid(1.702 x) in the place of GELU (gpt-oss)"""
+
     activation_func_clamp_value: float | None = arg(
-        None,
-        above=0,
-        requires=_SIGMOID_GLU,
-        trained=True,
-        help="with --swiglu or --quick-geglu: before the activation function the gate is clamped "
-        "from above, the up half from both sides (gpt-oss: 7)",
+        None, above=0, requires=_SIGMOID_GLU, trained=True
     )
-    glu_linear_offset: float = arg(
-        0.0,
-        requires=_SIGMOID_GLU,
-        trained=True,
-        help="with --swiglu or --quick-geglu: added to the up half, behind its clamp (gpt-oss: 1)",
-    )
-    xielu: bool = arg(
-        False,
-        excludes=("swiglu", "geglu", "squared_relu"),
-        trained="activation",
-        help="xIELU activation in the MLP, with two learnt scalars per layer (Apertus)",
-    )
+    """with --swiglu or --quick-geglu: before the activation function the gate is clamped from
+    above, the up half from both sides (gpt-oss: 7)"""
+
+    glu_linear_offset: float = arg(0.0, requires=_SIGMOID_GLU, trained=True)
+    """with --swiglu or --quick-geglu: added to the up half, behind its clamp (gpt-oss: 1)"""
+
+    xielu: bool = arg(False, excludes=("swiglu", "geglu", "squared_relu"), trained="activation")
+    """xIELU activation in the MLP, with two learnt scalars per layer (Apertus)"""
+
     bias_gelu_fusion: bool = arg(
         True,
         needs=Needs(
@@ -580,46 +424,32 @@ class TransformerConfig:
         ),
         trained="activation",
         off="--no-bias-gelu-fusion",
-        help="exact (erf) GELU instead of the tanh approximation of Megatron's fused bias + GELU",
     )
-    untie_embeddings_and_output_weights: bool = arg(
-        False, trained=True, help="untied embeddings: the output layer has its own weight"
-    )
-    add_bias_linear: bool = arg(
-        True, trained="biases", off="--disable-bias-linear", help="no biases in linear layers"
-    )
-    add_qkv_bias: bool = arg(
-        False,
-        needs=[_NO_BIASES, _NO_MLA],
-        trained="biases",
-        help="bias of the query/key/value projection even with --disable-bias-linear",
-    )
-    add_attention_output_bias: bool = arg(
-        False,
-        needs=_NO_BIASES,
-        trained="biases",
-        help="bias of the attention output projection even with --disable-bias-linear",
-    )
-    add_mlp_bias: bool = arg(
-        False,
-        needs=_NO_BIASES,
-        trained="biases",
-        help="biases of the MLP even with --disable-bias-linear",
-    )
-    attention_dropout: float = arg(
-        0.1,
-        minimum=0,
-        below=1,
-        help="dropout probability of the attention probabilities; masks follow from seed, "
-        "iteration and rank, so another layout has others",
-    )
-    hidden_dropout: float = arg(
-        0.1,
-        minimum=0,
-        below=1,
-        help="dropout probability of the embedding and of both residual branches, with masks as "
-        "--attention-dropout",
-    )
+    """exact (erf) GELU instead of the tanh approximation of Megatron's fused bias + GELU"""
+
+    untie_embeddings_and_output_weights: bool = arg(False, trained=True)
+    """untied embeddings: the output layer has its own weight"""
+
+    add_bias_linear: bool = arg(True, trained="biases", off="--disable-bias-linear")
+    """no biases in linear layers"""
+
+    add_qkv_bias: bool = arg(False, needs=[_NO_BIASES, _NO_MLA], trained="biases")
+    """bias of the query/key/value projection even with --disable-bias-linear"""
+
+    add_attention_output_bias: bool = arg(False, needs=_NO_BIASES, trained="biases")
+    """bias of the attention output projection even with --disable-bias-linear"""
+
+    add_mlp_bias: bool = arg(False, needs=_NO_BIASES, trained="biases")
+    """biases of the MLP even with --disable-bias-linear"""
+
+    attention_dropout: float = arg(0.1, minimum=0, below=1)
+    """dropout probability of the attention probabilities; masks follow from seed, iteration and
+    rank, so another layout has others"""
+
+    hidden_dropout: float = arg(0.1, minimum=0, below=1)
+    """dropout probability of the embedding and of both residual branches, with masks as
+    --attention-dropout"""
+
     init_method_std: float = arg(
         0.02,
         needs=[
@@ -630,52 +460,38 @@ class TransformerConfig:
             ),
         ],
         above=0,
-        help="standard deviation of normally distributed initial values",
     )
-    init_method_xavier_uniform: bool = arg(
-        False, needs=("init_scheme", "megatron"), help="Xavier uniform initial values of matrices"
-    )
-    init_scheme: str = arg(
-        "megatron",
-        choices=("megatron",),
-        per_run=True,
-        requires=_GATED,
-        help="initial values of matrices",
-    )
-    embed_grad_scale: float = arg(
-        1.0,
-        above=0,
-        help="factor on the gradients of the embedding and the output layer (GLM-130B)",
-    )
-    label_smoothing: float = arg(
-        0.0,
-        minimum=0,
-        below=1,
-        help="label smoothing factor, in training; losses of subsets are without it",
-    )
-    z_loss_coeff: float = arg(
-        0.0,
-        minimum=0,
-        excludes=("label_smoothing",),
-        help="coefficient of the z-loss of the output logits, the mean square of the logarithm of "
-        "the softmax's denominator, e.g. 1e-4; logged as output_z_loss, and no part of lm loss",
-    )
+    """standard deviation of normally distributed initial values"""
+
+    init_method_xavier_uniform: bool = arg(False, needs=("init_scheme", "megatron"))
+    """Xavier uniform initial values of matrices"""
+
+    init_scheme: str = arg("megatron", choices=("megatron",), per_run=True, requires=_GATED)
+    """initial values of matrices"""
+
+    embed_grad_scale: float = arg(1.0, above=0)
+    """factor on the gradients of the embedding and the output layer (GLM-130B)"""
+
+    label_smoothing: float = arg(0.0, minimum=0, below=1)
+    """label smoothing factor, in training; losses of subsets are without it"""
+
+    z_loss_coeff: float = arg(0.0, minimum=0, excludes=("label_smoothing",))
+    """coefficient of the z-loss of the output logits, the mean square of the logarithm of the
+    softmax's denominator, e.g. 1e-4; logged as output_z_loss, and no part of lm loss"""
+
     apply_query_key_layer_scaling: bool = arg(
-        False,
-        no_effect="it changes no number (the softmax is always in fp32)",
-        help="divide attention scores by the layer number and undo it in the softmax; no "
-        "numerical effect in this suite",
+        False, no_effect="it changes no number (the softmax is always in fp32)"
     )
-    attention_softmax_in_fp32: bool = arg(
-        False,
-        no_effect="the softmax is always computed in fp32",
-        help="attention softmax in fp32 (always so in this suite)",
-    )
+    """divide attention scores by the layer number and undo it in the softmax; no numerical effect
+    in this suite"""
+
+    attention_softmax_in_fp32: bool = arg(False, no_effect="the softmax is always computed in fp32")
+    """attention softmax in fp32 (always so in this suite)"""
+
     fp32_residual_connection: bool = arg(
-        False,
-        requires=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"]),
-        help="keep the residual stream in fp32, with --fp16 or --bf16",
+        False, requires=Needs("--fp16 or --bf16", lambda v: v["fp16"] or v["bf16"])
     )
+    """keep the residual stream in fp32, with --fp16 or --bf16"""
 
     def __post_init__(self) -> None:
         """A pattern of layers says their numbers, where these are not given."""

@@ -27,60 +27,40 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 class MuonConfig:
     """Muon, for the matrices of the layers."""
 
-    muon_momentum: float = _muon(
-        0.9,
-        minimum=0,
-        below=1,
-        help="decay of Muon's momentum; Megatron-LM's OptimizerConfig and torch have 0.95",
-    )
-    muon_use_nesterov: bool = _muon(
-        False,
-        alias=("--muon-nesterov",),
-        help="Nesterov momentum: orthogonalize (1 - m) gradient + m momentum",
-    )
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = _muon(
-        "spectral",
-        help="factor of the update of an [out, in] matrix: spectral sqrt(max(out, in)), "
-        "unit_rms_norm sqrt(out / in), shape_scaling sqrt(max(1, out / in))",
-    )
-    muon_extra_scale_factor: float = _muon(
-        1.0,
-        above=0,
-        help="another factor of Muon's update; 0.2 with spectral gives updates as large as Adam's",
-    )
-    muon_coefficient_type: Literal["quintic", "simple"] = _muon(
-        "quintic",
-        help="coefficients of the Newton-Schulz steps: simple (the same in each) or quintic (five, "
-        "in turn)",
-    )
-    muon_num_ns_steps: int = _muon(
-        5,
-        minimum=1,
-        maximum=99,
-        help="Newton-Schulz steps of an update",
-    )
-    muon_split_qkv: bool = _muon(
-        True,
-        off="--muon-no-split-qkv",
-        help="orthogonalize the weights of queries, keys and values as one matrix",
-    )
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = _muon(
-        None,
-        help="precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype "
-        "of the main weights) (default: medium on CUDA with fp32 main weights, else highest)",
-    )
-    muon_neuron_beta2: float | None = _muon(
-        None,
-        minimum=0,
-        below=1,
-        help="NorMuon, with this decay of its second moment: each row of an orthogonalized [out, "
-        "in], if in > out each column, is divided by its root mean square (default: plain Muon)",
-    )
-    muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = _muon(
-        "duplicated",
-        help="tensor-parallel ranks gather each matrix and orthogonalize it whole, whichever is "
-        "given; blockwise would train another model in each layout and is refused",
-    )
+    muon_momentum: float = _muon(0.9, minimum=0, below=1)
+    """decay of Muon's momentum; Megatron-LM's OptimizerConfig and torch have 0.95"""
+
+    muon_use_nesterov: bool = _muon(False, alias=("--muon-nesterov",))
+    """Nesterov momentum: orthogonalize (1 - m) gradient + m momentum"""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = _muon("spectral")
+    """factor of the update of an [out, in] matrix: spectral sqrt(max(out, in)), unit_rms_norm
+    sqrt(out / in), shape_scaling sqrt(max(1, out / in))"""
+
+    muon_extra_scale_factor: float = _muon(1.0, above=0)
+    """another factor of Muon's update; 0.2 with spectral gives updates as large as Adam's"""
+
+    muon_coefficient_type: Literal["quintic", "simple"] = _muon("quintic")
+    """coefficients of the Newton-Schulz steps: simple (the same in each) or quintic (five, in
+    turn)"""
+
+    muon_num_ns_steps: int = _muon(5, minimum=1, maximum=99)
+    """Newton-Schulz steps of an update"""
+
+    muon_split_qkv: bool = _muon(True, off="--muon-no-split-qkv")
+    """orthogonalize the weights of queries, keys and values as one matrix"""
+
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] | None = _muon(None)
+    """precision of the Newton-Schulz steps: medium (bf16), or high and highest (the dtype of the
+    main weights) (default: medium on CUDA with fp32 main weights, else highest)"""
+
+    muon_neuron_beta2: float | None = _muon(None, minimum=0, below=1)
+    """NorMuon, with this decay of its second moment: each row of an orthogonalized [out, in], if in
+    > out each column, is divided by its root mean square (default: plain Muon)"""
+
+    muon_tp_mode: Literal["duplicated", "distributed", "auto", "blockwise"] = _muon("duplicated")
+    """tensor-parallel ranks gather each matrix and orthogonalize it whole, whichever is given;
+    blockwise would train another model in each layout and is refused"""
 
     @property
     def states(self) -> int:

@@ -24,46 +24,29 @@ class MupConfig:
         requires="mup_base_hidden_size",
         excludes=("init_method_xavier_uniform", "init_scheme"),
         trained="attention_scale",
-        help="muP: initial values, learning rates, attention and logits scaled by the width "
-        "relative to --mup-base-hidden-size (m), so that a learning rate tuned there holds at "
-        "other widths",
     )
+    """muP: initial values, learning rates, attention and logits scaled by the width relative to
+    --mup-base-hidden-size (m), so that a learning rate tuned there holds at other widths"""
+
     mup_base_hidden_size: int | None = arg(
-        None,
-        requires="use_mup",
-        minimum=1,
-        trained="logits_divisor",
-        help="hidden size at which --lr and --init-method-std were tuned",
+        None, requires="use_mup", minimum=1, trained="logits_divisor"
     )
-    mup_embedding_mult: float = arg(
-        1.0,
-        requires="use_mup",
-        above=0,
-        trained="embedding_factors",
-        help="factor on the output of the embedding, positions included",
-    )
-    mup_output_mult: float = arg(
-        1.0,
-        requires="use_mup",
-        above=0,
-        trained="logits_divisor",
-        help="factor on the logits instead of 1 / m; 1.0 stands for 1 / m, as in Megatron-LM",
-    )
+    """hidden size at which --lr and --init-method-std were tuned"""
+
+    mup_embedding_mult: float = arg(1.0, requires="use_mup", above=0, trained="embedding_factors")
+    """factor on the output of the embedding, positions included"""
+
+    mup_output_mult: float = arg(1.0, requires="use_mup", above=0, trained="logits_divisor")
+    """factor on the logits instead of 1 / m; 1.0 stands for 1 / m, as in Megatron-LM"""
+
     mup_base_head_dim: float | None = arg(
-        None,
-        requires="use_mup",
-        above=0,
-        trained="attention_scale",
-        help="head width at which --lr was tuned: attention scores are multiplied by its root, so "
-        "that heads of this width have the usual scale (default: 1)",
+        None, requires="use_mup", above=0, trained="attention_scale"
     )
-    mup_attn_scale_power: float = arg(
-        1.0,
-        requires="use_mup",
-        minimum=0,
-        trained="attention_scale",
-        help="attention scores are divided by the head width to this power; 0.5 is the usual root",
-    )
+    """head width at which --lr was tuned: attention scores are multiplied by its root, so that
+    heads of this width have the usual scale (default: 1)"""
+
+    mup_attn_scale_power: float = arg(1.0, requires="use_mup", minimum=0, trained="attention_scale")
+    """attention scores are divided by the head width to this power; 0.5 is the usual root"""
 
 
 class Multipliers(NamedTuple):

@@ -51,168 +51,135 @@ _SHARED = Needs(
 class ParallelConfig:
     """Parallelism."""
 
-    tensor_model_parallel_size: int = arg(
-        1,
-        minimum=1,
-        help="tensor-parallel size (TP): number of ranks that share each layer (attention "
-        "split by heads, MLP by width, vocabulary by rows)",
-    )
-    pipeline_model_parallel_size: int = arg(1, minimum=1, help="number of pipeline stages (PP)")
-    num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None,
-        help="layers per virtual pipeline stage (interleaved schedule, reduces the pipeline "
-        "bubble)",
-    )
-    num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None,
-        help="virtual pipeline stages per rank (interleaved schedule), instead of "
-        "--num-layers-per-virtual-pipeline-stage",
-    )
-    decoder_first_pipeline_num_layers: int | None = arg(
-        None, help="layers of the first pipeline stage, if it differs from the others"
-    )
-    decoder_last_pipeline_num_layers: int | None = arg(
-        None, help="layers of the last pipeline stage, if it differs from the others"
-    )
-    use_tp_pp_dp_mapping: bool = arg(
-        False,
-        help="number ranks in the order tensor, context, pipeline, data, so that the stages of one "
-        "replica are neighbours; without it tensor, context, data, pipeline",
-    )
-    pipeline_model_parallel_layout: str | None = arg(
-        None,
-        help="layers of each (virtual) pipeline stage, as in Et*3|(tt|)*2L: E embedding, t "
-        "transformer layer, L output layer and loss, | between stages, *N repetition",
-    )
-    account_for_embedding_in_pipeline_split: bool = arg(
-        False,
-        needs="pipeline_model_parallel_size",
-        help="count the embedding as a layer when layers are split over pipeline stages (the first "
-        "stage gets one layer less)",
-    )
-    account_for_loss_in_pipeline_split: bool = arg(
-        False,
-        needs="pipeline_model_parallel_size",
-        help="count output layer and loss as a layer when layers are split over pipeline stages "
-        "(the last stage gets one layer less)",
-    )
+    tensor_model_parallel_size: int = arg(1, minimum=1)
+    """tensor-parallel size (TP): number of ranks that share each layer (attention split by heads,
+    MLP by width, vocabulary by rows)"""
+
+    pipeline_model_parallel_size: int = arg(1, minimum=1)
+    """number of pipeline stages (PP)"""
+
+    num_layers_per_virtual_pipeline_stage: int | None = arg(None)
+    """layers per virtual pipeline stage (interleaved schedule, reduces the pipeline bubble)"""
+
+    num_virtual_stages_per_pipeline_rank: int | None = arg(None)
+    """virtual pipeline stages per rank (interleaved schedule), instead of
+    --num-layers-per-virtual-pipeline-stage"""
+
+    decoder_first_pipeline_num_layers: int | None = arg(None)
+    """layers of the first pipeline stage, if it differs from the others"""
+
+    decoder_last_pipeline_num_layers: int | None = arg(None)
+    """layers of the last pipeline stage, if it differs from the others"""
+
+    use_tp_pp_dp_mapping: bool = arg(False)
+    """number ranks in the order tensor, context, pipeline, data, so that the stages of one replica
+    are neighbours; without it tensor, context, data, pipeline"""
+
+    pipeline_model_parallel_layout: str | None = arg(None)
+    """layers of each (virtual) pipeline stage, as in Et*3|(tt|)*2L: E embedding, t transformer
+    layer, L output layer and loss, | between stages, *N repetition"""
+
+    account_for_embedding_in_pipeline_split: bool = arg(False, needs="pipeline_model_parallel_size")
+    """count the embedding as a layer when layers are split over pipeline stages (the first stage
+    gets one layer less)"""
+
+    account_for_loss_in_pipeline_split: bool = arg(False, needs="pipeline_model_parallel_size")
+    """count output layer and loss as a layer when layers are split over pipeline stages (the last
+    stage gets one layer less)"""
+
     microbatch_group_size_per_vp_stage: int | None = arg(
         None,
         needs=_VIRTUAL_STAGES,
         minimum=1,
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        help="interleaved schedule: micro-batches that pass one virtual pipeline stage before the "
-        "rank continues with its next one (default: the number of pipeline stages)",
     )
+    """interleaved schedule: micro-batches that pass one virtual pipeline stage before the rank
+    continues with its next one (default: the number of pipeline stages)"""
+
     overlap_p2p_comm: bool = arg(
-        True,
-        needs="pipeline_model_parallel_size",
-        off="--no-overlap-p2p-communication",
-        help="do not overlap the transfers between pipeline stages with computation",
+        True, needs="pipeline_model_parallel_size", off="--no-overlap-p2p-communication"
     )
-    context_parallel_size: int = arg(
-        1,
-        minimum=1,
-        help="context-parallel size (CP): number of ranks that share each sequence; each has"
-        " two chunks of it",
-    )
+    """do not overlap the transfers between pipeline stages with computation"""
+
+    context_parallel_size: int = arg(1, minimum=1)
+    """context-parallel size (CP): number of ranks that share each sequence; each has two chunks of
+    it"""
+
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = arg(
         None,
         needs=Needs("--cp-comm-type a2a+p2p", lambda v: "a2a+p2p" in v["cp_comm_type"]),
         nargs=2,
         minimum=1,
-        help="--cp-comm-type a2a+p2p: how many neighbouring context-parallel ranks exchange heads, "
-        "and how many such groups form a ring",
     )
-    expert_model_parallel_size: int = arg(
-        1,
-        requires="num_experts",
-        minimum=1,
-        help="expert-parallel size (EP): number of data- and context-parallel ranks that share the "
-        "experts of each MoE layer",
-    )
-    expert_tensor_parallel_size: int | None = arg(
-        None,
-        minimum=1,
-        needs="num_experts",
-        help="expert-tensor-parallel size (ETP): number of ranks that share each expert by width "
-        "(default: --tensor-model-parallel-size)",
-    )
-    sequence_parallel: bool = arg(
-        False,
-        needs="tensor_model_parallel_size",
-        help="sequence parallelism (SP): split norms and dropout along the sequence over the"
-        " tensor-parallel ranks; disabled with TP 1",
-    )
-    use_distributed_optimizer: bool = arg(
-        False,
-        help="shard master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)",
-    )
+    """--cp-comm-type a2a+p2p: how many neighbouring context-parallel ranks exchange heads, and how
+    many such groups form a ring"""
+
+    expert_model_parallel_size: int = arg(1, requires="num_experts", minimum=1)
+    """expert-parallel size (EP): number of data- and context-parallel ranks that share the experts
+    of each MoE layer"""
+
+    expert_tensor_parallel_size: int | None = arg(None, minimum=1, needs="num_experts")
+    """expert-tensor-parallel size (ETP): number of ranks that share each expert by width (default:
+    --tensor-model-parallel-size)"""
+
+    sequence_parallel: bool = arg(False, needs="tensor_model_parallel_size")
+    """sequence parallelism (SP): split norms and dropout along the sequence over the
+    tensor-parallel ranks; disabled with TP 1"""
+
+    use_distributed_optimizer: bool = arg(False)
+    """shard master weights and optimizer state over the data-parallel ranks (ZeRO stage 1)"""
+
     data_parallel_sharding_strategy: Literal[
         "no_shard", "optim", "optim_grads", "optim_grads_params"
-    ] = arg(
-        "no_shard",
-        help="what data-parallel ranks share: optim as --use-distributed-optimizer (ZeRO stage 1), "
-        "optim_grads gradients too (stage 2: each micro-batch's are summed layer by layer), "
-        "optim_grads_params weights too (stage 3, FSDP: gathered for the layer that computes); "
-        "no_shard: what --use-distributed-optimizer says",
-    )
-    num_distributed_optimizer_instances: int = arg(
-        1,
-        requires=_SHARED,
-        minimum=1,
-        help="replicas of the sharded optimizer state; each is sharded over data-parallel "
-        "size / N ranks",
-    )
-    zero_partition: Literal["even", "whole-params"] = arg(
-        "even",
-        requires=_SHARED,
-        help="with --use-distributed-optimizer, how the state is sharded: even (equal "
-        "ranges) or whole-params (whole parameters)",
-    )
-    overlap_grad_reduce: bool = arg(
-        False, help="overlap the reduction of gradient buckets with the backward pass"
-    )
-    overlap_param_gather: bool = arg(
-        False,
-        requires=[_SHARED, "overlap_grad_reduce"],
-        help="overlap the all-gather of parameters with the next forward pass; needs "
-        "--use-distributed-optimizer and --overlap-grad-reduce",
-    )
+    ] = arg("no_shard")
+    """what data-parallel ranks share: optim as --use-distributed-optimizer (ZeRO stage 1),
+    optim_grads gradients too (stage 2: each micro-batch's are summed layer by layer),
+    optim_grads_params weights too (stage 3, FSDP: gathered for the layer that computes); no_shard:
+    what --use-distributed-optimizer says"""
+
+    num_distributed_optimizer_instances: int = arg(1, requires=_SHARED, minimum=1)
+    """replicas of the sharded optimizer state; each is sharded over data-parallel size / N ranks"""
+
+    zero_partition: Literal["even", "whole-params"] = arg("even", requires=_SHARED)
+    """with --use-distributed-optimizer, how the state is sharded: even (equal ranges) or
+    whole-params (whole parameters)"""
+
+    overlap_grad_reduce: bool = arg(False)
+    """overlap the reduction of gradient buckets with the backward pass"""
+
+    overlap_param_gather: bool = arg(False, requires=[_SHARED, "overlap_grad_reduce"])
+    """overlap the all-gather of parameters with the next forward pass; needs
+    --use-distributed-optimizer and --overlap-grad-reduce"""
+
     ddp_reduce_scatter_with_fp32_accumulation: bool = arg(
         False,
         needs=Needs(
             "--use-distributed-optimizer and --zero-partition even",
             lambda v: _SHARED.met(v) and v["zero_partition"] == "even",
         ),
-        help="with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and "
-        "round once (always so on the CPU)",
     )
-    ddp_bucket_size: int | None = arg(
-        None,
-        minimum=1,
-        help="elements per gradient bucket (default: 1 million per data-parallel rank, at "
-        "least 40 million; a single bucket without overlap and distributed optimizer)",
-    )
-    ddp_num_buckets: int | None = arg(
-        None,
-        excludes=("ddp_bucket_size",),
-        minimum=1,
-        help="approximate number of gradient buckets, instead of --ddp-bucket-size",
-    )
-    distributed_backend: Literal["nccl", "gloo", "xccl", "ccl"] | None = arg(
-        None,
-        help="process group backend (default: nccl on CUDA, xccl on XPU, gloo on CPU); ccl is xccl",
-    )
-    distributed_timeout_minutes: int = arg(10, minimum=1, help="timeout of collectives, in minutes")
-    hang_timeout_seconds: float | None = arg(
-        None,
-        minimum=0,
-        help="seconds without progress (a micro-batch) in an iteration, after which the rank that "
-        "keeps the others waiting is named with its stack and the run ends with exit code 4; ten "
-        "times as many while it computes; of one rank alone a warning (0: never, in no phase; "
-        "default: the larger of 60 and 4 times the median iteration; never with --torch-compile)",
-    )
+    """with --use-distributed-optimizer, add 16-bit gradients of several ranks in fp32 and round
+    once (always so on the CPU)"""
+
+    ddp_bucket_size: int | None = arg(None, minimum=1)
+    """elements per gradient bucket (default: 1 million per data-parallel rank, at least 40 million;
+    a single bucket without overlap and distributed optimizer)"""
+
+    ddp_num_buckets: int | None = arg(None, excludes=("ddp_bucket_size",), minimum=1)
+    """approximate number of gradient buckets, instead of --ddp-bucket-size"""
+
+    distributed_backend: Literal["nccl", "gloo", "xccl", "ccl"] | None = arg(None)
+    """process group backend (default: nccl on CUDA, xccl on XPU, gloo on CPU); ccl is xccl"""
+
+    distributed_timeout_minutes: int = arg(10, minimum=1)
+    """timeout of collectives, in minutes"""
+
+    hang_timeout_seconds: float | None = arg(None, minimum=0)
+    """seconds without progress (a micro-batch) in an iteration, after which the rank that keeps the
+    others waiting is named with its stack and the run ends with exit code 4; ten times as many
+    while it computes; of one rank alone a warning (0: never, in no phase; default: the larger of 60
+    and 4 times the median iteration; never with --torch-compile)"""
+
     hang_timeout_startup_seconds: float | None = _timeout(
         "start-up: until all ranks have joined, and from then to the first iteration"
     )
@@ -224,14 +191,13 @@ class ParallelConfig:
         "saving a checkpoint, where each MiB written is progress, and the time between iterations"
     )
     restart_forkserver: bool = arg(
-        False,
-        no_effect="restarted ranks import torch anew, in 2 to 3 seconds",
-        help="accepted for compatibility: restarted ranks were forked from a process that had "
-        "torch imported",
+        False, no_effect="restarted ranks import torch anew, in 2 to 3 seconds"
     )
-    local_rank: int | None = arg(
-        None, per_run=True, help="rank on this node; set by the launcher", alias=("--local_rank",)
-    )
+    """accepted for compatibility: restarted ranks were forked from a process that had torch
+    imported"""
+
+    local_rank: int | None = arg(None, per_run=True, alias=("--local_rank",))
+    """rank on this node; set by the launcher"""
 
     @property
     def shares_optimizer(self) -> bool:

@@ -42,62 +42,51 @@ def _made_from(name: str, condition: str) -> Needs:
 class TokenizerConfig:
     """Tokenizer."""
 
-    tokenizer_type: str | None = arg(
-        None,
-        trained=True,
-        help="GPT2BPETokenizer, SentencePieceTokenizer (the name of a control token in a text, "
-        "such as </s>, becomes that token, as in Megatron), GPTSentencePieceTokenizer, "
-        "Llama2Tokenizer, HuggingFaceTokenizer, TikTokenizer, ByteTokenizer (257 ids: the bytes "
-        "of UTF-8 and an end-of-document token) or NullTokenizer (default for training: "
-        "GPT2BPETokenizer, or NullTokenizer with --mock-data)",
-    )
+    tokenizer_type: str | None = arg(None, trained=True)
+    """GPT2BPETokenizer, SentencePieceTokenizer (the name of a control token in a text, such as
+    </s>, becomes that token, as in Megatron), GPTSentencePieceTokenizer, Llama2Tokenizer,
+    HuggingFaceTokenizer, TikTokenizer, ByteTokenizer (257 ids: the bytes of UTF-8 and an
+    end-of-document token) or NullTokenizer (default for training: GPT2BPETokenizer, or
+    NullTokenizer with --mock-data)"""
+
     vocab_file: str | None = arg(
-        None,
-        needs=_made_from("vocab_file", "--tokenizer-type GPT2BPETokenizer"),
-        help="vocab.json of GPT2BPETokenizer",
+        None, needs=_made_from("vocab_file", "--tokenizer-type GPT2BPETokenizer")
     )
+    """vocab.json of GPT2BPETokenizer"""
+
     merge_file: str | None = arg(
-        None,
-        needs=_made_from("merge_file", "--tokenizer-type GPT2BPETokenizer"),
-        help="merges.txt of GPT2BPETokenizer",
+        None, needs=_made_from("merge_file", "--tokenizer-type GPT2BPETokenizer")
     )
+    """merges.txt of GPT2BPETokenizer"""
+
     tokenizer_model: str | None = arg(
         None,
         needs=_made_from("tokenizer_model", "a --tokenizer-type that is made from a model file"),
-        help="model file or directory of the other tokenizers",
     )
-    vocab_size: int | None = arg(
-        None,
-        trained=True,
-        minimum=1,
-        help="vocabulary size of NullTokenizer and TikTokenizer; for other tokenizers it is "
-        "checked",
-    )
+    """model file or directory of the other tokenizers"""
+
+    vocab_size: int | None = arg(None, trained=True, minimum=1)
+    """vocabulary size of NullTokenizer and TikTokenizer; for other tokenizers it is checked"""
+
     vocab_extra_ids: int = arg(
-        0,
-        trained=True,
-        needs=("tokenizer_type", "SentencePieceTokenizer"),
-        minimum=0,
-        help="number of <extra_id_N> tokens that SentencePieceTokenizer adds",
+        0, trained=True, needs=("tokenizer_type", "SentencePieceTokenizer"), minimum=0
     )
+    """number of <extra_id_N> tokens that SentencePieceTokenizer adds"""
+
     tiktoken_pattern: Literal["v1", "v2"] | None = arg(
-        None,
-        trained=True,
-        needs=("tokenizer_type", "TikTokenizer"),
-        help="regular expression by which TikTokenizer splits text (default: v2)",
+        None, trained=True, needs=("tokenizer_type", "TikTokenizer")
     )
+    """regular expression by which TikTokenizer splits text (default: v2)"""
+
     tiktoken_num_special_tokens: int = arg(
-        1000,
-        trained=True,
-        needs=("tokenizer_type", "TikTokenizer"),
-        help="number of ids that TikTokenizer reserves for special tokens",
+        1000, trained=True, needs=("tokenizer_type", "TikTokenizer")
     )
+    """number of ids that TikTokenizer reserves for special tokens"""
+
     tiktoken_special_tokens: tuple[str, ...] | None = arg(
-        None,
-        trained=True,
-        needs=("tokenizer_type", "TikTokenizer"),
-        help="names of TikTokenizer's first special tokens",
+        None, trained=True, needs=("tokenizer_type", "TikTokenizer")
     )
+    """names of TikTokenizer's first special tokens"""
 
     @property
     def tokenizer(self) -> str | None:

@@ -41,99 +41,78 @@ class TrainingConfig:
     """Batch, length of training, evaluation, device."""
 
     micro_batch_size: int = arg(
-        None,
-        missing="give the samples of one forward pass on one rank",
-        minimum=1,
-        help="samples per micro-batch: one forward pass on one rank",
+        None, missing="give the samples of one forward pass on one rank", minimum=1
     )
-    global_batch_size: int | None = arg(
-        None,
-        minimum=1,
-        help="samples per iteration, over all ranks and micro-batches (default: micro-batch "
-        "size x data-parallel size)",
-    )
-    rampup_batch_size: tuple[int, ...] | None = arg(
-        None,
-        nargs=3,
-        help="START INCREMENT SAMPLES: increase the global batch size from START to "
-        "--global-batch-size in steps of INCREMENT over SAMPLES samples",
-    )
-    rampup_micro_batches: tuple[int, ...] | None = arg(
-        None,
-        nargs=3,
-        help="START INCREMENT ITERATIONS: micro-batches per iteration on each data-parallel "
-        "rank, increased by INCREMENT every ITERATIONS iterations up to "
-        "--global-batch-size",
-    )
-    step_batch_size_schedule: str | None = arg(
-        None,
-        nargs="words",
-        help='"0:768 250B:1536": global batch sizes, each with the number of tokens from '
-        "which it applies",
-    )
-    decrease_batch_size_if_needed: bool = arg(
-        False,
-        help="round a global batch size down that is not divisible by micro-batch size x "
-        "data-parallel size, instead of failing",
-    )
-    train_iters: int | None = arg(None, minimum=1, help="iterations to train, over all resumes")
-    train_samples: int | None = arg(
-        None, minimum=1, help="samples to train, over all resumes; instead of --train-iters"
-    )
-    seed: int = arg(
-        1234,
-        minimum=1,
-        maximum=2**32 - 1,
-        help="random seed of initial values, data order and dropout",
-    )
-    eval_iters: int = arg(
-        100, minimum=0, help="global batches per validation, and of the test at the end"
-    )
-    eval_interval: int = arg(
-        1000, needs=_VALIDATION, minimum=1, help="iterations between validations"
-    )
-    eval_global_batch_size: int | None = arg(
-        None,
-        needs=_VALIDATION,
-        minimum=1,
-        help="samples per batch of validation and test, over all ranks (default: the global batch "
-        "size of training)",
-    )
-    eval_micro_batch_size: int | None = arg(
-        None,
-        needs=_VALIDATION,
-        minimum=1,
-        help="samples per micro-batch of validation and test (default: --micro-batch-size)",
-    )
-    start_eval_at_iter: int | None = arg(
-        None,
-        needs=_VALIDATION,
-        minimum=0,
-        help="no validation before this iteration, except the one after training (default: the "
-        "first is after --eval-interval iterations)",
-    )
-    skip_train: bool = arg(False, help="only evaluate; no training")
-    exit_interval: int | None = arg(
-        None, minimum=1, per_run=True, help="exit when the iteration is a multiple of this"
-    )
-    exit_duration_in_mins: float | None = arg(
-        None, above=0, per_run=True, help="exit after this many minutes"
-    )
-    exit_signal_handler: bool = arg(
-        False,
-        help="on SIGTERM or SIGUSR1 save a checkpoint and exit; a second signal exits immediately",
-    )
-    check_for_nan_in_loss_and_grad: bool = arg(
-        True,
-        off="--no-check-for-nan-in-loss-and-grad",
-        help="continue when a loss or gradient is NaN or infinite",
-    )
-    recompute_activations: bool = arg(False, help="the same as --recompute-granularity selective")
-    recompute_granularity: Literal["full", "selective"] | None = arg(
-        None,
-        help="activation recomputation in the backward pass: full (whole layers) or "
-        "selective (--recompute-modules)",
-    )
+    """samples per micro-batch: one forward pass on one rank"""
+
+    global_batch_size: int | None = arg(None, minimum=1)
+    """samples per iteration, over all ranks and micro-batches (default: micro-batch size x
+    data-parallel size)"""
+
+    rampup_batch_size: tuple[int, ...] | None = arg(None, nargs=3)
+    """START INCREMENT SAMPLES: increase the global batch size from START to --global-batch-size in
+    steps of INCREMENT over SAMPLES samples"""
+
+    rampup_micro_batches: tuple[int, ...] | None = arg(None, nargs=3)
+    """START INCREMENT ITERATIONS: micro-batches per iteration on each data-parallel rank, increased
+    by INCREMENT every ITERATIONS iterations up to --global-batch-size"""
+
+    step_batch_size_schedule: str | None = arg(None, nargs="words")
+    """"0:768 250B:1536": global batch sizes, each with the number of tokens from which it
+    applies"""
+
+    decrease_batch_size_if_needed: bool = arg(False)
+    """round a global batch size down that is not divisible by micro-batch size x data-parallel
+    size, instead of failing"""
+
+    train_iters: int | None = arg(None, minimum=1)
+    """iterations to train, over all resumes"""
+
+    train_samples: int | None = arg(None, minimum=1)
+    """samples to train, over all resumes; instead of --train-iters"""
+
+    seed: int = arg(1234, minimum=1, maximum=2**32 - 1)
+    """random seed of initial values, data order and dropout"""
+
+    eval_iters: int = arg(100, minimum=0)
+    """global batches per validation, and of the test at the end"""
+
+    eval_interval: int = arg(1000, needs=_VALIDATION, minimum=1)
+    """iterations between validations"""
+
+    eval_global_batch_size: int | None = arg(None, needs=_VALIDATION, minimum=1)
+    """samples per batch of validation and test, over all ranks (default: the global batch size of
+    training)"""
+
+    eval_micro_batch_size: int | None = arg(None, needs=_VALIDATION, minimum=1)
+    """samples per micro-batch of validation and test (default: --micro-batch-size)"""
+
+    start_eval_at_iter: int | None = arg(None, needs=_VALIDATION, minimum=0)
+    """no validation before this iteration, except the one after training (default: the first is
+    after --eval-interval iterations)"""
+
+    skip_train: bool = arg(False)
+    """only evaluate; no training"""
+
+    exit_interval: int | None = arg(None, minimum=1, per_run=True)
+    """exit when the iteration is a multiple of this"""
+
+    exit_duration_in_mins: float | None = arg(None, above=0, per_run=True)
+    """exit after this many minutes"""
+
+    exit_signal_handler: bool = arg(False)
+    """on SIGTERM or SIGUSR1 save a checkpoint and exit; a second signal exits immediately"""
+
+    check_for_nan_in_loss_and_grad: bool = arg(True, off="--no-check-for-nan-in-loss-and-grad")
+    """continue when a loss or gradient is NaN or infinite"""
+
+    recompute_activations: bool = arg(False)
+    """the same as --recompute-granularity selective"""
+
+    recompute_granularity: Literal["full", "selective"] | None = arg(None)
+    """activation recomputation in the backward pass: full (whole layers) or selective
+    (--recompute-modules)"""
+
     recompute_modules: tuple[str, ...] = arg(
         ("core_attn",),
         needs=_SELECTIVE,
@@ -141,109 +120,74 @@ class TrainingConfig:
             *("core_attn", "mlp", "moe", "moe_act", "shared_experts"),
             *("layernorm", "mla_up_proj"),
         ),
-        help="with --recompute-granularity selective, what is recomputed in the backward pass: "
-        "core_attn (core attention), mlp (MLPs of dense layers), moe (MLPs of MoE layers), moe_act "
-        "(activation function of experts), shared_experts, mla_up_proj (queries, keys and values "
-        "of MLA, from their latents); layernorm is accepted and keeps its activations",
     )
-    moe_layer_recompute: bool = arg(
-        False,
-        needs="num_experts",
-        help="recompute the MLPs of MoE layers in the backward pass: the same as moe in "
-        "--recompute-modules, with --recompute-granularity selective",
-    )
-    recompute_method: Literal["uniform", "block"] | None = arg(
-        None,
-        needs=_RECOMPUTATION,
-        help="with --recompute-granularity full: uniform (all layers, in units of "
-        "--recompute-num-layers) or block (only the first --recompute-num-layers layers"
-        " of each stage)",
-    )
-    recompute_num_layers: int | None = arg(
-        None,
-        needs=_RECOMPUTATION,
-        minimum=1,
-        help="with --recompute-granularity full: layers per recomputed unit (uniform), or "
-        "number of recomputed layers (block)",
-    )
-    recompute_fraction: float | None = arg(
-        None,
-        minimum=0,
-        maximum=1,
-        help="fraction of each stage's layers to recompute, the first ones",
-    )
-    deterministic_mode: bool = arg(
-        False,
-        help="use only deterministic kernels; an operation without one is an error",
-    )
-    cudnn_benchmark: bool = arg(
-        False,
-        excludes=("deterministic_mode", "cudnn_deterministic"),
-        help="let cuDNN select kernels by timing them",
-    )
-    cudnn_deterministic: bool = arg(False, help="use only deterministic cuDNN kernels")
-    torch_compile: bool = arg(False, help="compile every transformer layer with torch.compile")
-    manual_gc: bool = arg(
-        False,
-        help="disable Python's automatic garbage collection; collect every "
-        "--manual-gc-interval iterations",
-    )
-    manual_gc_interval: int = arg(
-        0,
-        minimum=0,
-        needs="manual_gc",
-        help="with --manual-gc: iterations between garbage collections; 0: never",
-    )
-    manual_gc_eval: bool = arg(
-        True,
-        needs="manual_gc",
-        off="--no-manual-gc-eval",
-        help="with --manual-gc: no garbage collection before and after evaluation",
-    )
-    train_range_to_skip: tuple[str, ...] | None = arg(
-        None,
-        extend=True,
-        help="a b [c d ...]: skip iterations a to b, both included",
-    )
-    iterations_to_skip: tuple[str, ...] | None = arg(
-        None,
-        extend=True,
-        help="iterations to skip, by their number in the log, counted from 1",
-    )
-    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
-        "auto",
-        help="device to train on; auto: CUDA, else XPU (Intel GPU, untested), else the CPU",
-    )
-    dry_run: bool = arg(
-        False,
-        per_run=True,
-        help="print the plan, the data and the kernels, and exit; needs no data, checkpoint "
-        "or launcher: what is not on this machine is said, with exit code 0, and files that are "
-        "here are compared with the flags, with exit code 2",
-    )
+    """with --recompute-granularity selective, what is recomputed in the backward pass: core_attn
+    (core attention), mlp (MLPs of dense layers), moe (MLPs of MoE layers), moe_act (activation
+    function of experts), shared_experts, mla_up_proj (queries, keys and values of MLA, from their
+    latents); layernorm is accepted and keeps its activations"""
+
+    moe_layer_recompute: bool = arg(False, needs="num_experts")
+    """recompute the MLPs of MoE layers in the backward pass: the same as moe in
+    --recompute-modules, with --recompute-granularity selective"""
+
+    recompute_method: Literal["uniform", "block"] | None = arg(None, needs=_RECOMPUTATION)
+    """with --recompute-granularity full: uniform (all layers, in units of --recompute-num-layers)
+    or block (only the first --recompute-num-layers layers of each stage)"""
+
+    recompute_num_layers: int | None = arg(None, needs=_RECOMPUTATION, minimum=1)
+    """with --recompute-granularity full: layers per recomputed unit (uniform), or number of
+    recomputed layers (block)"""
+
+    recompute_fraction: float | None = arg(None, minimum=0, maximum=1)
+    """fraction of each stage's layers to recompute, the first ones"""
+
+    deterministic_mode: bool = arg(False)
+    """use only deterministic kernels; an operation without one is an error"""
+
+    cudnn_benchmark: bool = arg(False, excludes=("deterministic_mode", "cudnn_deterministic"))
+    """let cuDNN select kernels by timing them"""
+
+    cudnn_deterministic: bool = arg(False)
+    """use only deterministic cuDNN kernels"""
+
+    torch_compile: bool = arg(False)
+    """compile every transformer layer with torch.compile"""
+
+    manual_gc: bool = arg(False)
+    """disable Python's automatic garbage collection; collect every --manual-gc-interval
+    iterations"""
+
+    manual_gc_interval: int = arg(0, minimum=0, needs="manual_gc")
+    """with --manual-gc: iterations between garbage collections; 0: never"""
+
+    manual_gc_eval: bool = arg(True, needs="manual_gc", off="--no-manual-gc-eval")
+    """with --manual-gc: no garbage collection before and after evaluation"""
+
+    train_range_to_skip: tuple[str, ...] | None = arg(None, extend=True)
+    """a b [c d ...]: skip iterations a to b, both included"""
+
+    iterations_to_skip: tuple[str, ...] | None = arg(None, extend=True)
+    """iterations to skip, by their number in the log, counted from 1"""
+
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg("auto")
+    """device to train on; auto: CUDA, else XPU (Intel GPU, untested), else the CPU"""
+
+    dry_run: bool = arg(False, per_run=True)
+    """print the plan, the data and the kernels, and exit; needs no data, checkpoint or launcher:
+    what is not on this machine is said, with exit code 0, and files that are here are compared with
+    the flags, with exit code 2"""
+
     device_memory: float | None = arg(
-        None,
-        above=0,
-        parse=_gib,
-        nargs="words",
-        metavar="X",
-        requires="dry_run",
-        per_run=True,
-        help="with --dry-run: memory of each device in GiB, as GPUs are named (80, 80GB or 80GiB "
-        "for an H100): say whether the run fits, and flags that need less if it does not",
+        None, above=0, parse=_gib, nargs="words", metavar="X", requires="dry_run", per_run=True
     )
-    verbose: bool = arg(
-        False,
-        requires="dry_run",
-        per_run=True,
-        help="with --dry-run: the kernels that are not used too, and why",
-    )
-    world_size: int | None = arg(
-        None,
-        minimum=1,
-        per_run=True,
-        help="with --dry-run: number of ranks to plan for (default: the launcher's)",
-    )
+    """with --dry-run: memory of each device in GiB, as GPUs are named (80, 80GB or 80GiB for an
+    H100): say whether the run fits, and flags that need less if it does not"""
+
+    verbose: bool = arg(False, requires="dry_run", per_run=True)
+    """with --dry-run: the kernels that are not used too, and why"""
+
+    world_size: int | None = arg(None, minimum=1, per_run=True)
+    """with --dry-run: number of ranks to plan for (default: the launcher's)"""
 
     @property
     def on_cpu(self) -> bool:

@@ -9,21 +9,14 @@ from megatron.arguments import arg
 class RunOptions:
     """Options that name a run."""
 
-    run: str | None = arg(
-        None,
-        position="positional",
-        metavar="RUN",
-        help="run directory (--save), or an iter_XXXXXXX in it",
-    )
-    flags: tuple[str, ...] | None = arg(
-        None,
-        position="after --",
-        metavar="-- FLAGS",
-        help="in place of RUN: flags of pretrain_gpt.py",
-    )
-    world_size: int | None = arg(
-        None, minimum=1, help="number of ranks (default: the run's; with flags: 1)"
-    )
+    run: str | None = arg(None, position="positional", metavar="RUN")
+    """run directory (--save), or an iter_XXXXXXX in it"""
+
+    flags: tuple[str, ...] | None = arg(None, position="after --", metavar="-- FLAGS")
+    """in place of RUN: flags of pretrain_gpt.py"""
+
+    world_size: int | None = arg(None, minimum=1)
+    """number of ranks (default: the run's; with flags: 1)"""
 
     def problems(self) -> list[str]:
         """What is wrong with them."""

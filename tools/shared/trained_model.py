@@ -25,57 +25,48 @@ FILES = ("vocab_file", "merge_file", "tokenizer_model")
 class DtypeOption:
     """The dtype of a trained model."""
 
-    dtype: str = arg(
-        "auto",
-        choices=DTYPES,
-        help="of the model; on a CPU its matrices are stored in it, and all is computed in fp32 "
-        "(auto: that of training, on a CPU fp32)",
-    )
+    dtype: str = arg("auto", choices=DTYPES)
+    """of the model; on a CPU its matrices are stored in it, and all is computed in fp32 (auto: that
+    of training, on a CPU fp32)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeOption:
     """How many tokens are drafted while text is generated."""
 
-    num_speculative_tokens: int = arg(
-        0,
-        minimum=0,
-        help="tokens that the heads of --mtp-num-layers draft, of which a step keeps those that "
-        "the model chooses, too: the same text in fewer steps",
-    )
+    num_speculative_tokens: int = arg(0, minimum=0)
+    """tokens that the heads of --mtp-num-layers draft, of which a step keeps those that the model
+    chooses, too: the same text in fewer steps"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(DtypeOption):
     """Flags that name a trained model."""
 
-    checkpoint: str = arg(
-        position="positional", metavar="CHECKPOINT", help="run directory, or an iter_XXXXXXX in it"
-    )
-    ckpt_step: int | None = arg(None, help="load this iteration instead of the newest")
-    tokenizer_type: str | None = arg(
-        None,
-        choices=tuple(TOKENIZER_FILES),
-        help="tokenizer of a model that was trained on ids alone (NullTokenizer)",
-    )
-    vocab_file: str | None = arg(
-        None, metavar="FILE", help="vocab.json (default: the path of training)"
-    )
-    merge_file: str | None = arg(
-        None, metavar="FILE", help="merges.txt (default: the path of training)"
-    )
-    tokenizer_model: str | None = arg(
-        None, metavar="FILE", help="model file of another tokenizer (default: the path of training)"
-    )
-    script: str | None = arg(
-        None,
-        metavar="FILE",
-        help="of a model of your own: the script that trained it, whose model_provider makes it (a "
-        "GPTModel with other modules in it); it is run as far as its call of pretrain",
-    )
-    device: Literal["auto", "cpu", "cuda", "xpu"] = arg(
-        "auto", help="auto: the accelerator, if there is one"
-    )
+    checkpoint: str = arg(position="positional", metavar="CHECKPOINT")
+    """run directory, or an iter_XXXXXXX in it"""
+
+    ckpt_step: int | None = arg(None)
+    """load this iteration instead of the newest"""
+
+    tokenizer_type: str | None = arg(None, choices=tuple(TOKENIZER_FILES))
+    """tokenizer of a model that was trained on ids alone (NullTokenizer)"""
+
+    vocab_file: str | None = arg(None, metavar="FILE")
+    """vocab.json (default: the path of training)"""
+
+    merge_file: str | None = arg(None, metavar="FILE")
+    """merges.txt (default: the path of training)"""
+
+    tokenizer_model: str | None = arg(None, metavar="FILE")
+    """model file of another tokenizer (default: the path of training)"""
+
+    script: str | None = arg(None, metavar="FILE")
+    """of a model of your own: the script that trained it, whose model_provider makes it (a GPTModel
+    with other modules in it); it is run as far as its call of pretrain"""
+
+    device: Literal["auto", "cpu", "cuda", "xpu"] = arg("auto")
+    """auto: the accelerator, if there is one"""
 
     def problems(self) -> list[str]:
         """Everything that can be found wrong before torch is loaded."""

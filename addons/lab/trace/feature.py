@@ -19,24 +19,16 @@ if TYPE_CHECKING:
 class TraceConfig(Feature):
     """Trace of a step."""
 
-    trace: bool = arg(
-        False,
-        requires="dry_run",
-        help="with --dry-run: run the training step of some ranks of the planned cluster on "
-        "tensors without values, and print memory by kind, FLOPs, kernel launches and every "
-        "collective; needs no GPU",
-    )
-    trace_ranks: tuple[str, ...] = arg(
-        ("first", "last"),
-        needs="trace",
-        help="with --trace: ranks to trace: numbers, first, last, all-stages (one of each pipeline "
-        "stage), or peers (rank 0 and the last rank of each of its groups)",
-    )
-    trace_output: str | None = arg(
-        None,
-        needs="trace",
-        help="with --trace: JSON file for all of it, with messages in order",
-    )
+    trace: bool = arg(False, requires="dry_run")
+    """with --dry-run: run the training step of some ranks of the planned cluster on tensors without
+    values, and print memory by kind, FLOPs, kernel launches and every collective; needs no GPU"""
+
+    trace_ranks: tuple[str, ...] = arg(("first", "last"), needs="trace")
+    """with --trace: ranks to trace: numbers, first, last, all-stages (one of each pipeline stage),
+    or peers (rank 0 and the last rank of each of its groups)"""
+
+    trace_output: str | None = arg(None, needs="trace")
+    """with --trace: JSON file for all of it, with messages in order"""
 
     def dry_run(self, line: CommandLine, plan: Plan, forward_step: ForwardStep) -> Iterator[str]:
         """The lines of the trace. Raises as `dry_run.trace`, and ValueError for a script's own

@@ -21,28 +21,20 @@ if TYPE_CHECKING:
 class LogitsConfig(Feature):
     """Largest attention scores."""
 
-    log_max_attention_logit: bool = arg(
-        False,
-        help="log the largest attention score of each iteration, before the softmax and any cap; "
-        "always with --qk-clip; its products are computed a second time",
-    )
-    qk_clip: bool = arg(
-        False,
-        help="QK-clip (Kimi K2): after an update the weights of queries and keys of a head whose "
-        "largest attention score in the step was above --qk-clip-threshold are scaled by threshold "
-        "/ score",
-    )
-    qk_clip_alpha: float = arg(
-        0.5,
-        needs="qk_clip",
-        minimum=0,
-        maximum=1,
-        help="power of that factor by which weights of queries are scaled, of keys 1 - this; of "
-        "queries of MLA with rotary positions the whole",
-    )
-    qk_clip_threshold: float = arg(
-        100.0, needs="qk_clip", above=0, help="the largest score that is left alone"
-    )
+    log_max_attention_logit: bool = arg(False)
+    """log the largest attention score of each iteration, before the softmax and any cap; always
+    with --qk-clip; its products are computed a second time"""
+
+    qk_clip: bool = arg(False)
+    """QK-clip (Kimi K2): after an update the weights of queries and keys of a head whose largest
+    attention score in the step was above --qk-clip-threshold are scaled by threshold / score"""
+
+    qk_clip_alpha: float = arg(0.5, needs="qk_clip", minimum=0, maximum=1)
+    """power of that factor by which weights of queries are scaled, of keys 1 - this; of queries of
+    MLA with rotary positions the whole"""
+
+    qk_clip_threshold: float = arg(100.0, needs="qk_clip", above=0)
+    """the largest score that is left alone"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """Attention whose scores no weights scale."""

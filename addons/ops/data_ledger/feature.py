@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 class DataLedgerConfig(Feature):
     """Data ledger."""
 
-    data_ledger: str | None = arg(
-        None,
-        per_run=True,
-        help="file with one 32-byte record per iteration: which samples it read, and their "
-        "hash (read by tools/inspect_data.py)",
-    )
+    data_ledger: str | None = arg(None, per_run=True)
+    """file with one 32-byte record per iteration: which samples it read, and their hash (read by
+    tools/inspect_data.py)"""
 
     def missing(self) -> Iterator[str]:
         """The directory of the file."""

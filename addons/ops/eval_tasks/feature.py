@@ -20,17 +20,12 @@ if TYPE_CHECKING:
 class EvalTasksConfig(Feature):
     """Tasks while training."""
 
-    eval_tasks: tuple[str, ...] = arg(
-        (),
-        help="YAML files of lm-eval tasks (multiple choice or log-likelihood) whose scores are "
-        "logged every --eval-tasks-interval iterations (pip install lm-eval)",
-    )
-    eval_tasks_interval: int | None = arg(
-        None,
-        minimum=1,
-        needs="eval_tasks",
-        help="iterations between scores of --eval-tasks",
-    )
+    eval_tasks: tuple[str, ...] = arg(())
+    """YAML files of lm-eval tasks (multiple choice or log-likelihood) whose scores are logged every
+    --eval-tasks-interval iterations (pip install lm-eval)"""
+
+    eval_tasks_interval: int | None = arg(None, minimum=1, needs="eval_tasks")
+    """iterations between scores of --eval-tasks"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """The interval, and what shares the model in a way that tasks do not know."""

@@ -17,20 +17,13 @@ if TYPE_CHECKING:
 class GoodputConfig(Feature):
     """Lost time and crash loops."""
 
-    run_events: bool = arg(
-        False,
-        requires="save",
-        per_run=True,
-        help="with --save: append starts, iterations, stalls, saves and failures of all attempts "
-        "to run_events.jsonl there, for tools/goodput.py",
-    )
-    crash_loop_limit: int = arg(
-        3,
-        minimum=0,
-        needs="run_events",
-        help="with --run-events: a restart by torchrun (--max-restarts) or SLURM is an error after "
-        "this many attempts in a row that failed in the same iteration on the same rank (0: never)",
-    )
+    run_events: bool = arg(False, requires="save", per_run=True)
+    """with --save: append starts, iterations, stalls, saves and failures of all attempts to
+    run_events.jsonl there, for tools/goodput.py"""
+
+    crash_loop_limit: int = arg(3, minimum=0, needs="run_events")
+    """with --run-events: a restart by torchrun (--max-restarts) or SLURM is an error after this
+    many attempts in a row that failed in the same iteration on the same rank (0: never)"""
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
         """Events, and their sums as points."""

@@ -24,21 +24,15 @@ DESCRIPTION = (
 class GoodputOptions:
     """Options."""
 
-    runs: tuple[str, ...] = arg(
-        position="positional",
-        metavar="RUN",
-        help="--save directory of a run, or a run_events.jsonl",
-    )
-    output: str | None = arg(
-        None,
-        metavar="FILE",
-        help="picture on a time axis to write (.png, .svg or .pdf; needs matplotlib)",
-    )
-    failures: bool = arg(
-        False,
-        help="print one line per failure instead: time, iteration, rank, host, exit code and "
-        "reason, separated by tabs",
-    )
+    runs: tuple[str, ...] = arg(position="positional", metavar="RUN")
+    """--save directory of a run, or a run_events.jsonl"""
+
+    output: str | None = arg(None, metavar="FILE")
+    """picture on a time axis to write (.png, .svg or .pdf; needs matplotlib)"""
+
+    failures: bool = arg(False)
+    """print one line per failure instead: time, iteration, rank, host, exit code and reason,
+    separated by tabs"""
 
 
 def problems(options: GoodputOptions) -> list[str]:

@@ -17,14 +17,9 @@ if TYPE_CHECKING:
 class NodeCheckConfig(Feature):
     """Check of nodes."""
 
-    gpu_sniff_test_interval: int | None = arg(
-        None,
-        minimum=1,
-        per_run=True,
-        help="before training and every N iterations: measure GEMMs, copies and messages of 1 MiB "
-        "on all ranks, and name those that are slow or whose numbers are wrong (as "
-        "tools/check_nodes.py)",
-    )
+    gpu_sniff_test_interval: int | None = arg(None, minimum=1, per_run=True)
+    """before training and every N iterations: measure GEMMs, copies and messages of 1 MiB on all
+    ranks, and name those that are slow or whose numbers are wrong (as tools/check_nodes.py)"""
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
         """A line of each check."""

@@ -26,15 +26,14 @@ DESCRIPTION = (
 class CheckOptions:
     """Options."""
 
-    mib: tuple[float, ...] | None = arg(
-        None, help="sizes of messages (default: 1 and 256; on a CPU 1 and 4)"
-    )
-    timeout_seconds: float = arg(
-        60.0,
-        above=0,
-        help="a rank that is so much later than others is named and ends the check",
-    )
-    device: str = arg("auto", choices=("auto", "cpu", "cuda", "xpu"), help="where to compute")
+    mib: tuple[float, ...] | None = arg(None)
+    """sizes of messages (default: 1 and 256; on a CPU 1 and 4)"""
+
+    timeout_seconds: float = arg(60.0, above=0)
+    """a rank that is so much later than others is named and ends the check"""
+
+    device: str = arg("auto", choices=("auto", "cpu", "cuda", "xpu"))
+    """where to compute"""
 
 
 def problems(options: CheckOptions) -> list[str]:

@@ -18,21 +18,14 @@ if TYPE_CHECKING:
 class StepVerificationConfig(Feature):
     """Verification of training steps."""
 
-    verify_step_interval: int | None = arg(
-        None,
-        minimum=1,
-        excludes=("fp8",),
-        metavar="N",
-        help="compute the gradients of every N-th iteration a second time on another data-parallel "
-        "rank and their sums twice, compare them and the replicas' weights by hash; on GPUs with "
-        "--deterministic-mode (default: never)",
-    )
-    verify_step_action: Literal["exit", "majority"] = arg(
-        "exit",
-        needs="verify_step_interval",
-        help="with --verify-step-interval, where gradients differ and a third computation has "
-        "named a rank: exit, or continue with the gradients of the majority",
-    )
+    verify_step_interval: int | None = arg(None, minimum=1, excludes=("fp8",), metavar="N")
+    """compute the gradients of every N-th iteration a second time on another data-parallel rank and
+    their sums twice, compare them and the replicas' weights by hash; on GPUs with
+    --deterministic-mode (default: never)"""
+
+    verify_step_action: Literal["exit", "majority"] = arg("exit", needs="verify_step_interval")
+    """with --verify-step-interval, where gradients differ and a third computation has named a rank:
+    exit, or continue with the gradients of the majority"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """Gradients that are not one rank's."""

@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 class StragglerConfig(Feature):
     """Stragglers."""
 
-    log_straggler: bool = arg(
-        False,
-        help="at each log interval, the rank with the longest forward and backward passes and "
-        "their share of the iteration",
-    )
+    log_straggler: bool = arg(False)
+    """at each log interval, the rank with the longest forward and backward passes and their share
+    of the iteration"""
 
     def hooks(self, loop: Loop) -> Iterator[Hook]:
         """The line of each log interval."""

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 class WeightComparisonConfig(Feature):
     """Comparison of weights."""
 
-    check_weight_hash_across_dp_replicas_interval: int | None = arg(
-        None,
-        minimum=1,
-        help="iterations between comparisons of the weights of data-parallel ranks by hash; the "
-        "run ends if they differ (default: never)",
-    )
+    check_weight_hash_across_dp_replicas_interval: int | None = arg(None, minimum=1)
+    """iterations between comparisons of the weights of data-parallel ranks by hash; the run ends if
+    they differ (default: never)"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """Where no rank has a replica."""

@@ -13,69 +13,54 @@ _BOARDS = Needs(
 class BoardFlags:
     """Flags of TensorBoard and Weights & Biases."""
 
-    tensorboard_dir: str | None = arg(
-        None, per_run=True, help="directory of TensorBoard event files"
-    )
-    tensorboard_log_interval: int = arg(
-        1,
-        needs=_BOARDS,
-        minimum=1,
-        help="iterations between points in TensorBoard and Weights & Biases",
-    )
-    tensorboard_queue_size: int = arg(
-        1000,
-        minimum=1,
-        needs="tensorboard_dir",
-        help="number of TensorBoard events buffered before a write",
-    )
-    log_timers_to_tensorboard: bool = arg(False, needs=_BOARDS, help="write timers to TensorBoard")
-    log_batch_size_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write the batch size to TensorBoard"
-    )
+    tensorboard_dir: str | None = arg(None, per_run=True)
+    """directory of TensorBoard event files"""
+
+    tensorboard_log_interval: int = arg(1, needs=_BOARDS, minimum=1)
+    """iterations between points in TensorBoard and Weights & Biases"""
+
+    tensorboard_queue_size: int = arg(1000, minimum=1, needs="tensorboard_dir")
+    """number of TensorBoard events buffered before a write"""
+
+    log_timers_to_tensorboard: bool = arg(False, needs=_BOARDS)
+    """write timers to TensorBoard"""
+
+    log_batch_size_to_tensorboard: bool = arg(False, needs=_BOARDS)
+    """write the batch size to TensorBoard"""
+
     log_learning_rate_to_tensorboard: bool = arg(
-        True,
-        needs=_BOARDS,
-        off="--no-log-learnig-rate-to-tensorboard",
-        help="do not write the learning rate to TensorBoard (Megatron's spelling)",
+        True, needs=_BOARDS, off="--no-log-learnig-rate-to-tensorboard"
     )
+    """do not write the learning rate to TensorBoard (Megatron's spelling)"""
+
     log_loss_scale_to_tensorboard: bool = arg(
-        True,
-        needs=_BOARDS,
-        off="--no-log-loss-scale-to-tensorboard",
-        help="do not write the loss scale to TensorBoard",
+        True, needs=_BOARDS, off="--no-log-loss-scale-to-tensorboard"
     )
-    log_validation_ppl_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write validation perplexity to TensorBoard"
-    )
+    """do not write the loss scale to TensorBoard"""
+
+    log_validation_ppl_to_tensorboard: bool = arg(False, needs=_BOARDS)
+    """write validation perplexity to TensorBoard"""
+
     log_memory_to_tensorboard: bool = arg(
         False,
         needs=[_BOARDS, Needs("an accelerator (--device is cpu)", lambda v: v["device"] != "cpu")],
-        help="write device memory to TensorBoard",
     )
-    log_world_size_to_tensorboard: bool = arg(
-        False, needs=_BOARDS, help="write the world size to TensorBoard"
-    )
+    """write device memory to TensorBoard"""
 
-    wandb_project: str = arg(
-        "", help="Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"
-    )
-    wandb_exp_name: str = arg(
-        "",
-        per_run=True,
-        needs="wandb_project",
-        help="name of the run at Weights & Biases (default: a random one)",
-    )
-    wandb_entity: str = arg(
-        "",
-        needs="wandb_project",
-        help="team or user at Weights & Biases (default: the account's)",
-    )
-    wandb_save_dir: str = arg(
-        "",
-        per_run=True,
-        needs="wandb_project",
-        help="directory of wandb's files (default: wandb in --save)",
-    )
+    log_world_size_to_tensorboard: bool = arg(False, needs=_BOARDS)
+    """write the world size to TensorBoard"""
+
+    wandb_project: str = arg("")
+    """Weights & Biases project that gets the scalars of TensorBoard (pip install wandb)"""
+
+    wandb_exp_name: str = arg("", per_run=True, needs="wandb_project")
+    """name of the run at Weights & Biases (default: a random one)"""
+
+    wandb_entity: str = arg("", needs="wandb_project")
+    """team or user at Weights & Biases (default: the account's)"""
+
+    wandb_save_dir: str = arg("", per_run=True, needs="wandb_project")
+    """directory of wandb's files (default: wandb in --save)"""
 
     @property
     def written(self) -> bool:

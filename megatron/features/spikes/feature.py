@@ -24,18 +24,15 @@ class SpikeConfig(Feature):
         "log",
         needs=Needs("training (--skip-train is given)", lambda v: not v["skip_train"]),
         per_run=True,
-        help="on a spike of loss or gradient norm: log; skip-update (log, and skip the "
-        "optimizer update); rewind (roll back before the spike and skip its "
-        "iterations); off: no spike detection",
     )
+    """on a spike of loss or gradient norm: log; skip-update (log, and skip the optimizer update);
+    rewind (roll back before the spike and skip its iterations); off: no spike detection"""
+
     spike_snapshot_interval: int = arg(
-        50,
-        needs=("spike_action", "rewind"),
-        minimum=0,
-        per_run=True,
-        help="with --spike-action rewind: iterations between in-memory snapshots, of which "
-        "two are kept; 0: none, roll back to checkpoints",
+        50, needs=("spike_action", "rewind"), minimum=0, per_run=True
     )
+    """with --spike-action rewind: iterations between in-memory snapshots, of which two are kept; 0:
+    none, roll back to checkpoints"""
 
     def check(self, facts: Facts) -> Iterator[str]:
         """What a rollback needs."""
