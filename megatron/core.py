@@ -6,8 +6,9 @@ from importlib.util import module_from_spec
 
 from megatron import addons
 
+addons.find_other_names()
 _paths = [each for each in sys.modules["megatron"].__path__ if each != __file__.rpartition("/")[0]]
-_specs = (each.find_spec(__name__, _paths) for each in sys.meta_path if addons)
+_specs = (each.find_spec(__name__, _paths) for each in sys.meta_path)
 _spec = next((each for each in _specs if each and each.origin != __file__), None)
 if _spec is None or _spec.loader is None:
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)

@@ -23,5 +23,7 @@ def modules(name: str) -> list[str]:
     ]
 
 
-for _name in modules("import_finder"):  # what answers to other names below `megatron`
-    importlib.import_module(_name)
+def find_other_names() -> None:
+    """Let add-ons answer to other names below `megatron`, which scripts import."""
+    for name in modules("import_finder"):
+        importlib.import_module(name)

@@ -20,7 +20,8 @@ from megatron.checkpoint.safetensors_file import (
     MAX_HEADER_BYTES,
     bytes_of,
 )
-from megatron.checksums import BLOCK_BYTES, crc32, read_summed
+from megatron.checksums import BLOCK_BYTES, crc32
+from megatron.file_sums import read_summed
 from megatron.small_files import retried
 
 _DAMAGED = "the file is damaged: use another checkpoint"

@@ -18,9 +18,10 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron import log
-from megatron.checksums import block_sums, file_sum, sum_of_file
+from megatron.checksums import block_sums
 from megatron.data.file_access import MappedArrays, alone, map_file
 from megatron.data.index_arrays import IndexArrays
+from megatron.file_sums import file_sum, sum_of_file
 from megatron.small_files import make_directories, read_bytes
 
 # between the description and the lines `NAME CHECKSUM` of its arrays

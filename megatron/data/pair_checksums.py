@@ -9,9 +9,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checksums import ALGORITHM, block_sums, file_sum, sum_of_file
+from megatron.checksums import ALGORITHM, block_sums
 from megatron.data.parts import part_set
 from megatron.data.tokenizers import metadata
+from megatron.file_sums import file_sum, sum_of_file
 from megatron.small_files import replace_text
 
 FILES = metadata.FILES

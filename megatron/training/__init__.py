@@ -2,6 +2,7 @@
 used."""
 
 import importlib
+import sys
 from pathlib import Path
 
 from megatron import addons
@@ -13,6 +14,13 @@ _HOME = {
     "megatron.training.script_model": ("GPTModel",),
 }
 _MORE = "script_names"  # of add-ons: `has` says which names are there, `refuse` what of others
+
+
+_importer = sys._getframe(1)
+while _importer.f_back and _importer.f_code.co_filename.startswith("<frozen importlib"):
+    _importer = _importer.f_back
+if not _importer.f_globals.get("__name__", "").startswith("megatron."):  # a script
+    addons.find_other_names()
 
 
 def _home(name: str) -> str | None:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron import launcher
+from megatron import cluster, launcher
 from megatron.config import command_line
 from megatron.launcher import LaunchInfo
 from tests.problems import assert_problem, raises
@@ -199,7 +199,7 @@ def test_never_several_runs_of_one_rank(environ, code, named):
     ],
 )
 def test_where_the_ranks_meet(environ, expected):
-    assert launcher.rendezvous(environ) == expected
+    assert cluster.rendezvous(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_where_the_ranks_meet(environ, expected):
 )
 def test_no_meeting_point(environ, missing):
     with raises(ValueError, "rendezvous-address-missing", missing):
-        launcher.rendezvous(environ)
+        cluster.rendezvous(environ)
 
 
 def test_ports_differ_between_starts_and_agree_within_one():
     """Two runs on a host do not collide: jobs, steps of a job, and mpiruns in a job."""
-    first = [launcher.rendezvous({**SRUN, "SLURM_PROCID": str(rank)})[1] for rank in range(4)]
+    first = [cluster.rendezvous({**SRUN, "SLURM_PROCID": str(rank)})[1] for rank in range(4)]
     assert len(set(first)) == 1 and 20000 <= first[0] < 32000
     others = [
         {**SRUN, "SLURM_STEP_ID": "1"},
@@ -225,7 +225,7 @@ def test_ports_differ_between_starts_and_agree_within_one():
         {**SRUN, **OMPI},
         {**SRUN, **OMPI, "PMIX_NAMESPACE": "1247215618"},
     ]
-    assert len({first[0], *(launcher.rendezvous(environ)[1] for environ in others)}) == 5
+    assert len({first[0], *(cluster.rendezvous(environ)[1] for environ in others)}) == 5
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_port_that_cannot_be(port, bad):
 )
 def test_first_of_a_nodelist(text, first):
     """As `scontrol show hostnames` expands it."""
-    assert launcher.first_of_nodelist(text) == first
+    assert cluster.first_of_nodelist(text) == first
 
 
 def folders_of(root):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron import checksums
+from megatron import checksums, file_sums
 from megatron.data import pair_checksums
 from megatron.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from tests.core.data.corpora import write_corpus
@@ -218,9 +218,9 @@ def test_the_bytes_do_not_depend_on_threads(tmp_path, monkeypatch, threads):
     joined = b"".join(Path(f"{prefix}.bin").read_bytes() for prefix in prefixes)
     assert (tmp_path / "all.bin").read_bytes() == joined
     assert (
-        checksums.sum_of_file(str(tmp_path / "all.bin"))
+        file_sums.sum_of_file(str(tmp_path / "all.bin"))
         == pair_checksums.recorded(str(tmp_path / "all"))["bin"]["sum"]
     )
-    assert checksums.sum_of_file(str(tmp_path / "all.bin"), threads=5) == checksums.file_sum(
+    assert file_sums.sum_of_file(str(tmp_path / "all.bin"), threads=5) == file_sums.file_sum(
         checksums.block_sums(joined)
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from megatron import launcher
+from megatron import cluster
 from megatron.small_files import path_inside
 from megatron.training.checkpointing.save import save_directory
 from megatron.training.hook import Hook
@@ -56,7 +56,7 @@ class RunEvents(Hook):
         self._failure: Failure | None = None  # that was written
         self._unreported: dict[str, Any] | None = None  # failure of the attempt before
         run.services.signals.on_failure = self.failed
-        starter = launcher.starter()
+        starter = cluster.starter()
         before = []
         if run.runtime.rank == 0:
             # also not where it cannot be read now: a log ends no run
@@ -80,7 +80,7 @@ class RunEvents(Hook):
             ranks=self._run.runtime.world_size,
             host=process.host,
             pid=process.pid,
-            starter=launcher.starter(),
+            starter=cluster.starter(),
         )
 
     def after_step(self, result: IterationResult) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist  # noqa: TID251
 
-from megatron import launcher
+from megatron import cluster, launcher
 from megatron.problems import error_lines
 from megatron.training.launch.rendezvous import open_store
 
@@ -31,7 +31,7 @@ class Meeting:
         self.rank, self.size = launcher.rank(), launcher.world_size()
         self.limit = limit
         self.store: dist.Store = open_store(
-            *launcher.rendezvous(os.environ), timedelta(seconds=limit)
+            *cluster.rendezvous(os.environ), timedelta(seconds=limit)
         )
         self._watching = self.again()  # a call of the other one may be waiting
         self._number = 0

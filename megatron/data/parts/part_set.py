@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.checksums import table_sum
 from megatron.data.token_bytes import size_of
+from megatron.file_sums import table_sum
 from megatron.small_files import make_directories, read_json, replace_text
 
 FOLDER = ".parts"

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron import launcher
+from megatron import cluster
 from megatron.data.preprocess.readers import InputPosition, spans
 
 PART_BYTES = 1 << 30
@@ -113,7 +113,7 @@ def task_of(word: str) -> Task:
     """The task that --task names: I/N, or `slurm` for the task of a SLURM array that this process
     is. Raises ValueError."""
     if word == "slurm":
-        return Task(*launcher.array_task(os.environ))
+        return Task(*cluster.array_task(os.environ))
     match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", word, re.ASCII)
     if not match or int(match[1]) >= int(match[2]):
         raise ValueError(

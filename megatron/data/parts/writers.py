@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterator
 
 from megatron import log
-from megatron.checksums import table_sum
 from megatron.data.parts.part_set import PartSet
+from megatron.file_sums import table_sum
 from megatron.small_files import make_directories, parse_json
 
 PREFIX = "writer-"

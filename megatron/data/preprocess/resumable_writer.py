@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.checksums import table_sum
 from megatron.data import document_sources
 from megatron.data.document_sources import Trailer, sources_path
 from megatron.data.indexed_dataset import bin_path, idx_path
@@ -35,6 +34,7 @@ from megatron.data.preprocess.dataset_writer import write_index
 from megatron.data.preprocess.encode import Encoded, Order
 from megatron.data.preprocess.readers import FileBlock, InputPosition
 from megatron.data.tokenizers.metadata import json_path
+from megatron.file_sums import table_sum
 from megatron.small_files import fsync, make_directories, read_json, replace_text
 
 # between two notes of how far the work is; the less it writes at a time, the shorter the wait at

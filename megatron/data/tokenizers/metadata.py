@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron import log
-from megatron.checksums import table_sum
 from megatron.data.parts import part_set
+from megatron.file_sums import table_sum
 from megatron.small_files import read_json
 
 NULL = "NullTokenizer"

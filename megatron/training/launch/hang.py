@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron import launcher, log
+from megatron import cluster, log
 from megatron.training.launch.process import (
     HUNG,
     START_UP,
@@ -300,7 +300,7 @@ def _candidates(wanted: Collection[int]) -> dict[int, list[tuple[bool, int]]]:
             data = (folder / "environ").read_bytes()
             if b"RANK" not in data and b"PROCID" not in data:  # most processes
                 continue
-            rank = launcher.rank_in_same_run(_variables(data))
+            rank = cluster.rank_in_same_run(_variables(data))
             if (
                 rank is not None
                 and rank in wanted

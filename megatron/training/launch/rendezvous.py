@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist  # noqa: TID251
 
-from megatron import launcher, log
+from megatron import cluster, launcher, log
 from megatron.config.plan.report import entry
 from megatron.config.tree import Config
 from megatron.training.launch import hang
@@ -48,7 +48,7 @@ class Rendezvous:
         self.limits = limits(config)
         if launcher.rank() == 0:
             allow_open_files()  # one connection per rank for the store and one for the monitor
-        self.master = launcher.rendezvous(os.environ)
+        self.master = cluster.rendezvous(os.environ)
         self.store = open_store(*self.master, timedelta(minutes=minutes), self.limits.startup)
         if watch is not None:
             log.print_rank_0(entry("hang limits", f"seconds without progress: {self.limits}"))
@@ -145,7 +145,7 @@ def open_store(host: str, port: int, limit: timedelta, startup: float | None = N
     answer.
     """
     info = launcher.info()
-    agent = launcher.agent_has_store()
+    agent = cluster.agent_has_store()
     # within a minute; many ranks do not load torch at the same time
     seconds = min(CONNECT_WITHIN + info.world_size / 20, limit.total_seconds())
     if startup:

@@ -16,7 +16,7 @@ import pytest
 
 from bench.faults import inject
 from bench.faults.inject import Fault
-from megatron import launcher
+from megatron import cluster
 from megatron.checkpoint import reading
 from megatron.training.launch import rendezvous
 from tests.campaigns.e2e.launched import argv, forked, rows
@@ -109,7 +109,7 @@ def job_number(variables: dict[str, str], name: str) -> str:
     while True:
         number = str(secrets.randbelow(10**6))
         try:
-            socket.create_server(("", launcher.rendezvous({**variables, name: number})[1])).close()
+            socket.create_server(("", cluster.rendezvous({**variables, name: number})[1])).close()
             return number
         except OSError:
             continue

@@ -14,8 +14,8 @@ from megatron.checksums import (
     block_sum,
     block_sums,
     crc32,
-    read_summed,
 )
+from megatron.file_sums import read_summed
 
 
 def by_definition(block: bytes) -> str:
