@@ -128,27 +128,10 @@ def arg(  # noqa: PLR0913
     `trained`: the function of trained weights depends on it, or on the property of that name of
     its config class. `per_run`: another value on resume is not worth a line.
     """
+    meta = {name: value for name, value in locals().items() if name != "default"}
     limits = Limits(minimum, above, maximum, below)
-    meta = dict(
-        help=help,
-        flag=flag,
-        alias=alias,
-        choices=choices,
-        off=off,
-        nargs=nargs,
-        extend=extend,
-        parse=parse,
-        metavar=metavar,
-        position=position,
-        limits=None if limits == Limits() else limits,
-        needs=_list(needs),
-        requires=_list(requires),
-        excludes=excludes,
-        no_effect=no_effect,
-        trained=trained,
-        per_run=per_run,
-        missing=missing,
-    )
+    meta["limits"] = None if limits == Limits() else limits
+    meta |= {"needs": _list(needs), "requires": _list(requires)}
     return (
         dataclasses.field(metadata=meta)
         if default is MISSING
@@ -160,19 +143,6 @@ def _list(needs: Need | list[Need] | None) -> tuple[Need, ...]:
     if isinstance(needs, list):
         return tuple(needs)
     return (needs,) if needs else ()
-
-
-# What a `Flag` has as `arg` was given it.
-_AS_DECLARED: tuple[str, ...] = (
-    "extend",
-    "nargs",
-    "position",
-    "limits",
-    "needs",
-    "requires",
-    "excludes",
-)
-_AS_DECLARED += ("no_effect", "trained", "per_run", "missing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,24 +385,28 @@ def _flag(owner: type, group: str, field: dataclasses.Field, hint: Any) -> Flag:
     elif typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         hint = type(choices[0])
-    default = None if field.default is MISSING else field.default
     spelling = meta["off"] or meta["flag"] or "--" + field.name.replace("_", "-")
     if meta["position"] != "flag":
         spelling = meta["metavar"]
+    as_declared = {
+        each.name: meta[each.name] for each in dataclasses.fields(Flag) if each.name in meta
+    }
     return Flag(
-        name=field.name,
-        group=group,
-        spelling=spelling,
-        aliases=meta["alias"],
-        kind=kind,
-        type=meta["parse"] or hint,
-        default=default,
-        choices=choices,
-        owner=owner,
-        text=meta["help"],
-        value_name=meta["metavar"],
-        required=field.default is MISSING,
-        **{name: meta[name] for name in _AS_DECLARED},
+        **as_declared
+        | {
+            "name": field.name,
+            "group": group,
+            "spelling": spelling,
+            "aliases": meta["alias"],
+            "kind": kind,
+            "type": meta["parse"] or hint,
+            "default": None if field.default is MISSING else field.default,
+            "choices": choices,
+            "owner": owner,
+            "text": meta["help"],
+            "value_name": meta["metavar"],
+            "required": field.default is MISSING,
+        }
     )
 
 
