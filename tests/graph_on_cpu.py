@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.kernels import rows
 from megatron.kernels.cpu import native
 
@@ -87,6 +87,6 @@ def graphs(monkeypatch) -> list[Graph]:
     monkeypatch.setattr(rows, "pays_off", lambda device: False)
     monkeypatch.setattr(native, "unavailable_reason", lambda device, dtype: "not here")
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
-    monkeypatch.setattr(devices, "record", record)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: True)
+    monkeypatch.setattr(cuda, "record", record)
     return recorded

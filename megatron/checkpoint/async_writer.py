@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron import cuda
 from megatron import device as devices
 from megatron.checkpoint import store, tensor_slices
 from megatron.checkpoint.filesystem import CheckpointError, explained
@@ -147,7 +148,7 @@ class Writer:
     def _allocate(self, size: int, device: torch.device) -> None:
         """Shared memory of so many bytes, in both processes; every page is there when this returns.
         Raises OSError."""
-        devices.unpin(self._memory, device)
+        cuda.unpin(self._memory, device)
         self._memory = torch.empty(0, dtype=torch.uint8)
         file = os.memfd_create("checkpoint")
         try:
@@ -158,7 +159,7 @@ class Writer:
             self._memory = _mapped(file, size)
         finally:
             os.close(file)
-        if not devices.pin(self._memory, device):
+        if not cuda.pin(self._memory, device):
             print(
                 f"WARNING: --async-save: {size} bytes of memory cannot be pinned, so copies to it "
                 "are slow",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.inference.linear import hidden_dtype, replace_linear_layers
 from megatron.inference.static_step import StaticStep, bucket
 from megatron.kernels.cuda_graph import NotStatic
@@ -40,7 +40,7 @@ class CachedModel:
             tables.tokens = length
         replace_linear_layers(model)
         self._step: StaticStep | None = None
-        if devices.has_graphs(self._device) and model.ctx.tp.size == 1:
+        if cuda.has_graphs(self._device) and model.ctx.tp.size == 1:
             self._step = StaticStep(self._logits, rows, length, self._device)
 
     def _give_caches(self, blocks: Sequence[BlockModule]) -> list[Cache]:

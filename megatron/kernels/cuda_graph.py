@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.kernels.cuda.availability import fused_ops
 
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ class Graphs:
         before.compare(now)
         others = [graph for graph, _ in self._recorded.values()]
         try:
-            self._recorded[key] = devices.record(region, *others[:1])
+            self._recorded[key] = cuda.record(region, *others[:1])
         except RuntimeError as error:
             raise NotStatic(str(error).partition("\n")[0]) from error
         return result

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from megatron.device import has_grouped_gemm
+from megatron.cuda import has_grouped_gemm
 from megatron.kernels.cpu import experts
 from megatron.kernels.cuda.availability import fused_ops
 from megatron.kernels.gated_activations import swiglu

@@ -1,5 +1,5 @@
-"""Collectives with their autograd adjoints: all-reduce, all-gather, reduce-scatter, broadcast,
-send and receive. On an axis of size 1 each returns its input."""
+"""Collectives with their autograd adjoints: all-reduce, all-gather, reduce-scatter, broadcast. On
+an axis of size 1 each returns its input."""
 
 from __future__ import annotations
 
@@ -63,35 +63,6 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:
     if axis.size == 1:
         return x
     return start_reduce_scatter(x.movedim(dim, 0), axis)().movedim(0, dim)
-
-
-def all_to_all(
-    x: torch.Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]
-) -> torch.Tensor:
-    """Send each rank of the axis as many rows of `x`, in order, as `send` says, and receive as many
-    as `receive` says. Adjoint: the same with both exchanged."""
-    return x if axis.size == 1 else _AllToAll.apply(x, axis, list(send), list(receive))
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]
-    ) -> torch.Tensor:
-        ctx.way = (axis, receive, send)
-        return _exchange_rows(x, axis, send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _exchange_rows(grad, *ctx.way), None, None, None
-
-
-def _exchange_rows(
-    x: torch.Tensor, axis: Axis, send: list[int], receive: list[int]
-) -> torch.Tensor:
-    out = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=axis.group)
-    return out
 
 
 def start_all_reduce(x: torch.Tensor, axis: Axis) -> Pending:
@@ -179,44 +150,6 @@ def start_broadcast_shards_(shards: Sequence[torch.Tensor], axis: Axis) -> Pendi
         if shard.numel()
     ]
     return Pending(works, lambda: shards[axis.rank], axis)
-
-
-def start_shift(x: torch.Tensor, axis: Axis) -> Callable[[], torch.Tensor]:
-    """Start to send `x` to the next rank of a ring; the function waits and returns what the
-    previous rank sent."""
-    x = x.contiguous()
-    return start_exchange(x, torch.empty_like(x), axis, 1)
-
-
-def start_exchange(
-    x: torch.Tensor, out: torch.Tensor, axis: Axis, step: int
-) -> Callable[[], torch.Tensor]:
-    """Start to send `x` to the rank `step` further on a ring, and to receive into `out` from the
-    rank as far before; the function waits and returns `out`. Nothing empty travels."""
-    after, before = (axis.ranks[(axis.rank + way) % axis.size] for way in (step, -step))
-    operations = [dist.P2POp(dist.isend, x, after, axis.group)] * (x.numel() > 0)
-    operations += [dist.P2POp(dist.irecv, out, before, axis.group)] * (out.numel() > 0)
-    works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait() -> torch.Tensor:
-        for work in works:
-            work.wait()
-        return out
-
-    return wait
-
-
-def start_send(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Start to send `x` to the axis's rank `peer`; the function waits until it is sent and returns
-    what was sent."""
-    x = x.contiguous()
-    return Pending([dist.isend(x, axis.ranks[peer], group=axis.group)], lambda: x, axis)
-
-
-def start_receive(x: torch.Tensor, axis: Axis, peer: int) -> Callable[[], torch.Tensor]:
-    """Start to receive into `x` what the axis's rank `peer` sends next; the function waits and
-    returns it."""
-    return Pending([dist.irecv(x, axis.ranks[peer], group=axis.group)], lambda: x, axis)
 
 
 def my_slice(x: torch.Tensor, axis: Axis, dim: int = 0) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.config.plan.schedules import SENDS_UNDER_WAY, Action, Schedule, schedule
-from megatron.parallel.collectives import start_receive, start_send
 from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.exchange import start_receive, start_send
 from megatron.parallel.single_stage import Backward, Forward
 
 Key = tuple[int, int]  # (micro-batch, chunk)

@@ -18,13 +18,9 @@ from megatron.kernels.block_attention import KeyBlock, block_maxima
 from megatron.kernels.cpu.blocking import wide_dtype
 from megatron.kernels.sinks import sink_grads, with_sinks
 from megatron.parallel.attention_blocks import block_attention, block_attention_grads, join_
-from megatron.parallel.collectives import (
-    start_all_gather,
-    start_exchange,
-    start_reduce_scatter,
-    start_shift,
-)
+from megatron.parallel.collectives import start_all_gather, start_reduce_scatter
 from megatron.parallel.context import Axis
+from megatron.parallel.exchange import start_exchange, start_shift
 from megatron.parallel.zigzag import (
     PARTS,
     Tile,

@@ -3,8 +3,8 @@ positions of some heads, and back (Jacobs et al. 2023, "DeepSpeed Ulysses")."""
 
 import torch
 
-from megatron.parallel.collectives import all_to_all
 from megatron.parallel.context import Axis
+from megatron.parallel.exchange import all_to_all
 
 
 def by_heads(

@@ -10,8 +10,9 @@ import torch
 
 from megatron import device as devices
 from megatron import log
-from megatron.parallel.collectives import all_reduce_, start_receive, start_send
+from megatron.parallel.collectives import all_reduce_
 from megatron.parallel.context import Axis, ParallelContext
+from megatron.parallel.exchange import start_receive, start_send
 
 # of the axes that send in every step; those of pipeline stages send in pairs
 AXES = ("tp", "etp", "cp", "cp_heads", "cp_ring", "ep", "shard", "instances", "optimizer", "world")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.kernels.cuda_graph import Graphs, NotStatic
 from megatron.parallel.random import DropoutSeeds, Place
 from megatron.training.batch import MicroBatch
@@ -82,7 +82,7 @@ def micro_batch_graphs(
     kernels = config.kernels
     if not kernels.cuda_graphs or device.type == "meta":
         return None
-    if not devices.has_graphs(device):
+    if not cuda.has_graphs(device):
         raise ValueError(
             f"--cuda-graph-impl local: needs a CUDA device, but the device is {device.type}; omit "
             "it [cuda-device-needed]"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron import cuda as of_cuda
 from megatron import device
 from tests.forkrun import run_ranks
 from tests.problems import assert_problem, raises
@@ -163,9 +164,9 @@ CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:1
 def test_nvidia_gpus_that_torch_cannot_use(no_cuda, monkeypatch, built, driver, named, not_named):
     """Never the CPU in silence, which eight ranks would share: auto is an error as cuda is."""
     (no_cuda / "nvidia0").touch()
-    monkeypatch.setattr(device, "NVIDIA_DRIVER", no_cuda / "version")
+    monkeypatch.setattr(of_cuda, "NVIDIA_DRIVER", no_cuda / "version")
     if driver:
-        device.NVIDIA_DRIVER.write_text(driver)
+        of_cuda.NVIDIA_DRIVER.write_text(driver)
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     for requested, code in (("auto", "gpu-not-usable"), ("cuda", "device-not-available")):
@@ -252,7 +253,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     memory = torch.zeros(8)
     monkeypatch.setattr(torch, "ones", launch)
-    assert not device.pin(memory, torch.device("cuda", 0))
+    assert not of_cuda.pin(memory, torch.device("cuda", 0))
     assert latched == []
 
 

@@ -36,7 +36,6 @@ NO_COMMAND_LINE = {
     "checkpoint-tracker-malformed": "the load says it",
     "checkpoint-tracker-missing": "the load says it",
     "file-operation-failed": "the load or the save says it",
-    "rendezvous-address-missing": "comes when several ranks meet",
     "value-without-flag": "must be the first word",
     "value-not-utf8": "the table of the cases is UTF-8",
     "too-many-words": "needs a hundred problems",

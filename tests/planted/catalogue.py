@@ -845,7 +845,7 @@ BUGS = {
     ),
     # accelerate 4177: the loss is right
     "gradients of exchanged heads not sent back": Bug(
-        "megatron.parallel.collectives._AllToAll.backward",
+        "megatron.parallel.exchange._AllToAll.backward",
         "_exchange_rows(grad, *ctx.way)",
         "grad",
         f"{ULYSSES}[2]",

@@ -13,14 +13,9 @@ import torch
 
 from megatron import launcher
 from megatron.device import synchronize
-from megatron.parallel.collectives import (
-    all_reduce_,
-    all_to_all,
-    reduce_scatter,
-    start_receive,
-    start_send,
-)
+from megatron.parallel.collectives import all_reduce_, reduce_scatter
 from megatron.parallel.context import Axis
+from megatron.parallel.exchange import all_to_all, start_receive, start_send
 
 MIB = 1 << 20
 REPEATS = 3

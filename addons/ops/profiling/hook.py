@@ -6,8 +6,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
+from megatron import cuda, log
 from megatron import device as devices
-from megatron import log
 from megatron.config.tree import Config
 from megatron.small_files import make_directories
 from megatron.training.hook import Hook
@@ -63,7 +63,7 @@ class Profiling(Hook):
         self._running = False
         devices.synchronize(self._device)
         if self._profile is None:
-            devices.stop_capture(self._device)
+            cuda.stop_capture(self._device)
             return
         self._profile.stop()
         for hook in self._hooks:
@@ -74,7 +74,7 @@ class Profiling(Hook):
     def _start(self) -> None:
         devices.synchronize(self._device)
         if not self._records:
-            devices.start_capture(self._device)
+            cuda.start_capture(self._device)
             return
         for module in self._modules:
             self._hooks += _name_forward_passes(module)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.kernels.attention_spec import AttentionCall, AttentionSpec
 from megatron.kernels.cu_seqlens import cumulative_lengths
 from megatron.kernels.cuda.availability import arranged
@@ -46,7 +46,7 @@ def _forward(  # noqa: PLR0913 (as the operation)
     before: int | None,
     seed: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    with contextlib.nullcontext() if seed is None else devices.kernel_seed(q.device, seed):
+    with contextlib.nullcontext() if seed is None else cuda.kernel_seed(q.device, seed):
         return torch.ops.aten._flash_attention_forward(
             q, k, v, ends, ends_k, s, s_k, p, True, False, scale=scale, **_window(before)
         )[:4]
@@ -126,7 +126,7 @@ def unavailable_reason(
         return (
             f"has heads of a multiple of {MULTIPLE} and at most {DROPOUT_HEAD_DIM}, not {head_dim}"
         )
-    return None if devices.has_flash(device) else "needs compute capability 8.0 or newer"
+    return None if cuda.has_flash(device) else "needs compute capability 8.0 or newer"
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

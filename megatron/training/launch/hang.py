@@ -32,6 +32,7 @@ STACKS = "megatron-stacks"  # name of the memory file that a stack is written to
 PHASES = (
     ("/torch/distributed/", "collective"),
     ("megatron/parallel/collectives.py", "collective"),
+    ("megatron/parallel/exchange.py", "collective"),
     ("receive_activation", "pipeline transfer"),
     ("receive_gradient", "pipeline transfer"),
     ("send_activation", "pipeline transfer"),
@@ -68,6 +69,7 @@ NEVER_JOINED = "never joined"
 WAITING = (
     "/torch/distributed/",
     "megatron/parallel/collectives.py",
+    "megatron/parallel/exchange.py",
     "megatron/parallel/pipeline.py",
 )
 # ... and for the device, which runs the collectives of CUDA

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.kernels import dropout as dropout_rows
 from megatron.kernels.cpu import bf16_attention, experts, fp32_attention, native
 from megatron.model import embedding, layer
@@ -159,7 +159,7 @@ def recorded(monkeypatch) -> list:
         regions.append(region)
         return SimpleNamespace(replay=lambda: None), region()
 
-    monkeypatch.setattr(devices, "record", record)
+    monkeypatch.setattr(cuda, "record", record)
     return regions
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.inference import engine as engine_module
 from megatron.inference.engine import Engine, Generation, Request
 from megatron.inference.sampling import Sampling
@@ -204,10 +204,10 @@ def test_random_requests_get_together_what_they_get_alone(monkeypatch, kind, see
 def test_requests_that_come_and_go_get_what_they_get_alone(graphs, monkeypatch, seed):  # noqa: F811
     """Some are still read while others, in rows before and behind them, are decoded."""
     draw = random.Random(seed)
-    monkeypatch.setattr(devices, "has_graphs", lambda device: False)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: False)
     alone = engine(1)
     pairs = [random_job(draw, alone) for _ in range(24)]
-    monkeypatch.setattr(devices, "has_graphs", lambda device: True)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: True)
     monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 5)
     serve(engine(6), [job for job, _ in pairs])
     assert [job.tokens for job, _ in pairs] == [one.tokens for _, one in pairs]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.engine import Engine, Request
 from megatron.inference.sampling import Sampling
@@ -52,7 +52,7 @@ def test_texts_are_the_same(flags, sampling, graphs, monkeypatch, capsys):  # no
     found = texts(tiny_model(torch.float64, scramble=True, **flags), prompts, 3, sampling)
     assert bool(capsys.readouterr().err) == (not graphs)
     assert len(graphs) > 3 and all(graph.replays for graph in graphs[:2]) or "num_experts" in flags
-    monkeypatch.setattr(devices, "has_graphs", lambda device: False)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: False)
     expected = texts(tiny_model(torch.float64, scramble=True, **flags), prompts, 3, sampling)
     assert found == expected
     assert len({token for text in found for token in text}) > 5
@@ -192,7 +192,7 @@ def test_a_model_that_reads_the_host_decodes_without(graphs, monkeypatch, capsys
     found = texts(reading(), prompts, 2, GREEDY)
     said = capsys.readouterr().err
     assert not graphs and said.count("\n") == 1 and "aten._local_scalar_dense" in said
-    monkeypatch.setattr(devices, "has_graphs", lambda device: False)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: False)
     assert found == texts(reading(), prompts, 2, GREEDY)
 
 
@@ -212,26 +212,24 @@ def test_a_graph_is_recorded_by_torch(monkeypatch):
         yield
 
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(CUDAGraph=Recorded, graph=recording))
-    first, result = devices.record(lambda: 5)
-    devices.record(lambda: 6, first)
+    first, result = cuda.record(lambda: 5)
+    cuda.record(lambda: 6, first)
     assert result == 5 and asked[0][0] is first
     assert [options for _, options in asked] == [
         {"pool": pool, "capture_error_mode": "thread_local"} for pool in (None, "pool 1")
     ]
-    assert devices.has_graphs(torch.device("cuda", 1)) and not devices.has_graphs(
-        torch.device("cpu")
-    )
+    assert cuda.has_graphs(torch.device("cuda", 1)) and not cuda.has_graphs(torch.device("cpu"))
 
 
 def test_a_recording_that_fails_leaves_the_text_right(graphs, monkeypatch, capsys):  # noqa: F811
     def fails(*_):
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
-    monkeypatch.setattr(devices, "record", fails)
+    monkeypatch.setattr(cuda, "record", fails)
     prompts = [[1, 2, 3], [4, 5]]
     found = texts(tiny_model(torch.float64, scramble=True), prompts, 2, GREEDY)
     assert "operation not permitted\n" in capsys.readouterr().err
-    monkeypatch.setattr(devices, "has_graphs", lambda device: False)
+    monkeypatch.setattr(cuda, "has_graphs", lambda device: False)
     assert found == texts(tiny_model(torch.float64, scramble=True), prompts, 2, GREEDY)
 
 

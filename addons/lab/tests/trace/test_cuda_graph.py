@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.addons.lab.trace.simulated_group import serve_meta, simulated_ranks
 from megatron.training.batch import MicroBatch
 from megatron.training.cuda_graph import MicroBatchGraphs
@@ -51,7 +51,7 @@ def test_micro_batches_can_be_repeated(flags, monkeypatch):
         recorded.append(region)
         return SimpleNamespace(), region()
 
-    monkeypatch.setattr(devices, "record", record)
+    monkeypatch.setattr(cuda, "record", record)
     step = plot().forward_step
     with simulated_ranks(2, 1):
         micro_batches(flags, step)

@@ -39,7 +39,6 @@ from megatron.model.blocks.moe.facts import MixtureOfExperts
 from megatron.parallel.collectives import (
     all_gather,
     all_reduce_,
-    all_to_all,
     copy_to,
     gather_sequence,
     my_slice,
@@ -47,6 +46,7 @@ from megatron.parallel.collectives import (
     scatter_sequence,
 )
 from megatron.parallel.context import ParallelContext
+from megatron.parallel.exchange import all_to_all
 from megatron.parallel.layers import LinearLayer
 from megatron.parallel.recompute import recompute as recomputed
 from megatron.parallel.recompute import recompute_input

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron import device as devices
+from megatron import cuda
 from megatron.arguments import config_from
 from megatron.config.tree import Config
 from megatron.kernels import cu_seqlens, libraries, select
@@ -125,7 +125,7 @@ def test_recompute_repeats_the_mask():
 )
 @pytest.mark.parametrize("dropout, masked", [(0.1, False), (0.0, True), (0.1, True)])
 def test_selection(monkeypatch, dtype, head_dim, new, chosen, dropout, masked):
-    monkeypatch.setattr(devices, "has_flash", lambda device: new)
+    monkeypatch.setattr(cuda, "has_flash", lambda device: new)
     options = (dropout, masked, "auto", 1024, head_dim)
     assert select_attention(CUDA, dtype, *options)[0] == chosen
     assert select_attention(CUDA, dtype, 0.0, False, "auto", 1024, head_dim)[0] == "sdpa"
@@ -153,7 +153,7 @@ def test_a_cuda_device_is_asked_for_its_generator(monkeypatch):
     asked = [torch.Generator() for _ in range(2)]
     monkeypatch.setattr(torch.cuda, "default_generators", asked)
     before = [one.get_state() for one in asked]
-    with devices.kernel_seed(torch.device("cuda", 1), 77):
+    with cuda.kernel_seed(torch.device("cuda", 1), 77):
         assert asked[1].initial_seed() == 77
     assert all(torch.equal(one.get_state(), two) for one, two in zip(asked, before, strict=True))
 
@@ -182,7 +182,7 @@ def newer(monkeypatch):
         torch_flash, "restore_flash_attention_impl", lambda **_: setattr(fake, "active", None)
     )
     monkeypatch.setattr(torch_flash, "_sample", sample)
-    monkeypatch.setattr(devices, "has_flash", lambda device: True)
+    monkeypatch.setattr(cuda, "has_flash", lambda device: True)
     torch_flash.newer_kernels.cache_clear()
     yield fake
     torch_flash.newer_kernels.cache_clear()
