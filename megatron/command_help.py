@@ -25,7 +25,8 @@ def docstrings(owner: type) -> dict[str, str]:
             source = textwrap.dedent(inspect.getsource(declared))
         except (OSError, TypeError):
             continue
-        for field, below in itertools.pairwise(ast.parse(source).body[0].body):
+        (of_class,) = ast.parse(source).body
+        for field, below in itertools.pairwise(getattr(of_class, "body", ())):
             match field, below:
                 case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
                     texts[name] = " ".join(text.split())

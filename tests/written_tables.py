@@ -12,7 +12,8 @@ from statistics import mean, stdev
 
 from megatron.config import command_line
 from megatron.config.plan.costs import activations
-from megatron.config.plan.plan import bytes_per_rank, make_plan
+from megatron.config.plan.plan import make_plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.config.plan.transfers import sent_by_axis
 from megatron.features.registry import RunConfig
 from tests.forkrun import ROOT

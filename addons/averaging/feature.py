@@ -60,7 +60,7 @@ class AveragingConfig(Feature):
         if self.ema_decay is None:
             return
         from megatron.config.plan.fit import gib
-        from megatron.config.plan.plan import bytes_per_rank
+        from megatron.config.plan.state_bytes import bytes_per_rank
 
         stages = range(len(plan.layers_per_stage))
         states = [bytes_per_rank(line.config, plan, stage) for stage in stages]

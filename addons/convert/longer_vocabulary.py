@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint import state_reader
 from megatron.checkpoint.filesystem import CheckpointError
-from megatron.checkpoint.state import RunState
 from megatron.config import saved_flags
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.load_order import newest_with_good_args
@@ -51,7 +51,7 @@ def extend(tokenizer: Tokenizer, c: CheckpointConfig, tree: type[Config]) -> Non
     if folder is None or text is None:
         return  # the load says what is wrong, or starts from random weights
     try:
-        saved = RunState.parse(text, f"{folder}").data.get("tokenizer")
+        saved = state_reader.parse(text, f"{folder}").data.get("tokenizer")
     except CheckpointError:
         return
     if not saved:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.checkpoint import state_reader
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.state import RunState
 from megatron.config import saved_flags
@@ -58,7 +59,7 @@ def _saved(folder: Path, changed: int) -> Saved | None:
     try:
         if state is not None:
             config = saved_flags.read(folder / ARGS).config
-            return Saved(folder, config, RunState.parse(state, str(folder)))
+            return Saved(folder, config, state_reader.parse(state, str(folder)))
     except (Problems, CheckpointError):
         pass
     return None

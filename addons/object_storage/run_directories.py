@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import manifest, retention, skip_log, store
+from megatron.checkpoint import manifest, retention, skip_log, state_reader, store
 from megatron.checkpoint.filesystem import DISK, CheckpointError, explained
 from megatron.checkpoint.helper_process import SideProcess
-from megatron.checkpoint.state import RunState
 from megatron.config import history, run_directory
 from megatron.config.command_line import CommandLine
 from megatron.config.history import History
@@ -80,7 +79,7 @@ class Remote:
             text = self._patiently(
                 "read", name, lambda: self.files.cat_file(f"{self._root}/{name}")
             )
-            return History.parse(RunState.parse(text, name).history)
+            return History.parse(state_reader.parse(text, name).history)
         except (FileNotFoundError, CheckpointError, TypeError):
             return None
 

@@ -10,7 +10,6 @@ import errno
 import os
 import secrets
 import shutil
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,15 +20,6 @@ _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _CANNOT_RESERVE = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-
-
-def check_plain(descriptor: int, path: Path | str) -> None:
-    """Raise CheckpointError for an open file that is a pipe, a device or a socket."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise CheckpointError(
-            f"{path} is not a plain file; the checkpoint is damaged: use another one "
-            "[checkpoint-damaged]"
-        )
 
 
 class Disk:

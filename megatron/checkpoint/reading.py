@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint import manifest
+from megatron.checkpoint import manifest, state_reader
 from megatron.checkpoint.filesystem import CheckpointError, explained
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.sharded_reader import Reader
@@ -148,7 +148,7 @@ def read_metadata(directory: Path | str) -> Checkpoint:
                 f"{table.files[name].crc32}; the checkpoint is damaged: use another one "
                 "[checkpoint-damaged]"
             )
-    state = RunState.parse(texts[STATE], str(directory / STATE))
+    state = state_reader.parse(texts[STATE], str(directory / STATE))
     if state.iteration != table.iteration:
         raise CheckpointError(
             f"{directory / STATE} is of iteration {state.iteration}, the manifest of "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.filesystem import CheckpointError, check_plain, explained
+from megatron.checkpoint.filesystem import CheckpointError, explained
 from megatron.checkpoint.safetensors_file import (
     DTYPES,
     MAX_DIMS,
@@ -115,7 +116,7 @@ class SafetensorsFile:
         with explained("open", self.path):
             # of a pipe: at once
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        check_plain(self._descriptor, self.path)
+        _check_plain(self._descriptor, self.path)
         self.bytes = os.fstat(self._descriptor).st_size
 
     def _read_header(self) -> bytes:
@@ -207,3 +208,12 @@ class SafetensorsFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_plain(descriptor: int, path: Path | str) -> None:
+    """Raise CheckpointError for an open file that is a pipe, a device or a socket."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise CheckpointError(
+            f"{path} is not a plain file; the checkpoint is damaged: use another one "
+            "[checkpoint-damaged]"
+        )

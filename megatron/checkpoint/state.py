@@ -9,22 +9,16 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron import version
 from megatron.checkpoint.filesystem import (
     CheckpointError,
 )
-from megatron.config.run_directory import (
-    ForeignCheckpoint,
-)
 
 VERSION = 1
-ABSENT = "(absent)"
 OWN_MODEL = "own_model"  # in `data`: the class of a script's own model
-_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def versions() -> dict[str, str | None]:
@@ -99,47 +93,6 @@ class RunState:
         table.update((name, _encoded(value, name)) for name, value in asdict(self).items())
         return (json.dumps(table, indent=1, allow_nan=False) + "\n").encode()
 
-    @classmethod
-    def parse(cls, text: bytes, source: str) -> RunState:
-        """The state in `text`; `source` is its path, for messages. Raises CheckpointError."""
-        try:
-            table = json.loads(text)
-            version = table.pop("version")
-        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{source} is not a run state: {type(error).__name__} {error}; the checkpoint is "
-                "damaged: use another one [checkpoint-damaged]"
-            ) from None
-        known = {declared.name: declared for declared in fields(cls)}
-        if "features" not in table:  # earlier programs wrote a feature's state among the others
-            features = [key for key in table.keys() - known.keys() if isinstance(table[key], dict)]
-            table["features"] = {key: table.pop(key) for key in sorted(features)}
-        strange = sorted(table.keys() - known.keys())
-        if version != VERSION or strange:
-            raise ForeignCheckpoint(
-                f"{source} has version {version!r} and the unknown entries {strange}; this "
-                f"program reads version {VERSION}: use the program that wrote it "
-                "[checkpoint-version-unknown]"
-            )
-        try:
-            values = {name: _decoded(value) for name, value in table.items()}
-            state = cls(**{"versions": {}, **values})
-        except RecursionError:
-            raise CheckpointError(
-                f"{source} is nested too deep; the checkpoint is damaged: use another one "
-                "[checkpoint-damaged]"
-            ) from None
-        blank = cls(versions={})
-        for name in known:
-            have = type(getattr(state, name))
-            want = type(getattr(blank, name))
-            if have is not want:
-                raise CheckpointError(
-                    f"{source}: {name} is a {have.__name__}, should be a {want.__name__}; the "
-                    "checkpoint is damaged: use another one [checkpoint-damaged]"
-                )
-        return state
-
 
 def _encoded(value: Any, path: str) -> Any:
     """`value` as JSON data; exact types only, since a subclass (numpy.float64, an enum) would come
@@ -160,36 +113,3 @@ def _encoded(value: Any, path: str) -> Any:
         "state holds "
         'None, bool, int, float, str, lists and dicts (none with "float" as its only key)'
     )
-
-
-def _decoded(value: Any) -> Any:
-    """The inverse of _encoded."""
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    if isinstance(value, dict):
-        if (
-            value.keys() == {"float"}
-            and isinstance(value["float"], str)
-            and value["float"] in _FLOATS
-        ):
-            return _FLOATS[value["float"]]
-        return {key: _decoded(item) for key, item in value.items()}
-    return value
-
-
-def differences(
-    saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]
-) -> list[tuple[str, Any, Any]]:
-    """(name, saved value, current value) for each of `names` on which the two disagree, in the
-    order of `names`.
-
-    A name that one side lacks has the value ABSENT there; lists and tuples of equal elements agree.
-    """
-
-    def plain(value: Any) -> Any:
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    pairs = [
-        (name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names
-    ]
-    return [(name, old, new) for name, old, new in pairs if old != new]

@@ -87,14 +87,6 @@ def led_to(own: History | None, iteration: int, others: Mapping[int, History | N
     return [n for n, other in others.items() if n <= iteration and leads(n, other)]
 
 
-def are_one(main: History, own: History, iteration: int) -> bool:
-    """Is a snapshot of `iteration`, of history `own`, of the run whose newest checkpoint has
-    `main`?"""
-    if not own.branches:
-        return led_to(main, iteration, {iteration: own}) != []
-    return own.leads_to(main) or main.leads_to(own)
-
-
 def foreign(own: History, others: Mapping[int, History | None]) -> list[int]:
     """Which of the `others`, of one directory, are of another history than a run that begins at
     `own`: they neither led to it nor continue it."""

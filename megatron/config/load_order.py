@@ -72,7 +72,7 @@ def tries(
         own = run.histories.get(good)
         if root == path:
             main = own
-        elif main and main.branches and own and not history.are_one(main, own, named):
+        elif main and main.branches and own and not _are_one(main, own, named):
             continue  # a snapshot of another history, or of a branch that was left
         # not Path(root), which would take a ./ away that the log shows
         listed += [Try(str(root), n) for n in {named, *history.led_to(own, named, run.histories)}]
@@ -112,3 +112,11 @@ def _folders(load: str | Path, step: int | None, snapshots: Sequence[Path]) -> l
         return [each.folder for each in tries(load, step, snapshots)[0]]
     except CheckpointError:
         return []  # the load says why
+
+
+def _are_one(main: History, own: History, iteration: int) -> bool:
+    """Is a snapshot of `iteration`, of history `own`, of the run whose newest checkpoint has
+    `main`?"""
+    if not own.branches:
+        return history.led_to(main, iteration, {iteration: own}) != []
+    return own.leads_to(main) or main.leads_to(own)

@@ -25,6 +25,9 @@ TOKENIZER_FILES: dict[str, tuple[tuple[str, str], ...]] = {
     "ByteTokenizer": (),
     "NullTokenizer": (),
 }
+# Of a tiktoken vocabulary, if its flags do not say otherwise.
+TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+TIKTOKEN_VOCAB_SIZE = 1 << 17
 
 
 def _made_from(name: str, condition: str) -> Needs:

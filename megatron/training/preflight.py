@@ -90,8 +90,12 @@ def resumed_state(line: CommandLine) -> RunState | None:
 
 def _state(folder: Path | None) -> RunState | None:
     text = None if folder is None else vouched_file(folder, STATE)
+    if text is None:
+        return None
+    from megatron.checkpoint import state_reader
+
     try:
-        return None if text is None else RunState.parse(text, f"{folder}")
+        return state_reader.parse(text, f"{folder}")
     except CheckpointError:
         return None
 

@@ -47,34 +47,13 @@ def resolve_skips(run: Run, skips: Skips | None) -> None:
         log.print_rank_0(text)
     records = list(skips.records)
     if new := skips.new():
-        records.append(_new_record(run, new, "user", "command line", skips.read_at))
-    _write(run, records)
+        records.append(new_record(run, new, "user", "command line", skips.read_at))
+    write_records(run, records)
     run.progress.skip_records = records
     run.plan = replace(run.plan, skips=skips.all().cut(run.plan.train_iters))
 
 
-def record_skip(run: Run, first: int, last: int, reason: str, source: str) -> None:
-    """Skip iterations first to last from now on, and record it in `skips.jsonl` and in checkpoints;
-    all ranks call this.
-
-    Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
-    """
-    from megatron.checkpoint.skip_log import now
-
-    time = run.of_rank_0(now)
-    record = _new_record(run, SkipRanges([(first, last)]), reason, source, time)
-    _write(run, [record])
-    run.progress.skip_records.append(record)
-    run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
-    log.print_rank_0(
-        f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "
-        f"to {record.s1 - 1}, {record.tokens} tokens"
-    )
-
-
-def _new_record(
-    run: Run, iterations: SkipRanges, reason: str, source: str, time: str
-) -> SkipRecord:
+def new_record(run: Run, iterations: SkipRanges, reason: str, source: str, time: str) -> SkipRecord:
     """The record of these iterations; the same on all ranks."""
     from megatron.checkpoint.skip_log import SkipRecord, spelled
 
@@ -91,7 +70,7 @@ def _new_record(
     )
 
 
-def _write(run: Run, records: Sequence[SkipRecord]) -> None:
+def write_records(run: Run, records: Sequence[SkipRecord]) -> None:
     """Have records in `<save>/skips.jsonl` (nothing without --save)."""
     from megatron.checkpoint import skip_log
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.addons.averaging import average
-from megatron.config.plan.plan import bytes_per_rank
 from megatron.config.plan.saves import checkpoint_bytes
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.training.step import train_step
 from tests.core.parity.differences import PADDED
 from tests.core.parity.layouts import (

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.config.plan.costs import activations
-from megatron.config.plan.plan import Plan, bytes_per_rank
+from megatron.config.plan.plan import Plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.config.plan.transfers import PARALLELISM, Transfer, sent_by_axis
 from megatron.config.tree import Config
 

@@ -3,13 +3,11 @@
 import contextlib
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 
 # Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
-TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-TIKTOKEN_VOCAB_SIZE = 1 << 17
 BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
 
 
@@ -38,7 +36,9 @@ def flag_problems(config: TokenizerConfig) -> Iterator[str]:
             "of a document); omit --vocab-size [vocab-size-not-that-of-tokenizer]"
         )
     elif kind == "TikTokenizer":
-        yield from _tiktoken_problems(
+        from megatron.config.checks.tiktoken import tiktoken_problems
+
+        yield from tiktoken_problems(
             size, config.tiktoken_num_special_tokens, config.tiktoken_special_tokens
         )
 
@@ -87,27 +87,3 @@ def _near_file(path: str) -> str:
         names = sorted(os.listdir(folder or "."))
     close = difflib.get_close_matches(name, names, 1, 0.6)
     return f"; there is {os.path.join(folder, close[0])}" if close else ""
-
-
-def _tiktoken_problems(
-    vocab_size: int | None, reserved: int, special: Sequence[str] | None
-) -> Iterator[str]:
-    """What is wrong with the number of ids, how many of them are `reserved`, and the names of
-    `special` pieces."""
-    size = vocab_size or TIKTOKEN_VOCAB_SIZE
-    names = special or TIKTOKEN_SPECIAL
-    if not 0 < reserved < size:
-        yield (
-            f"--tiktoken-num-special-tokens {reserved}: must be between 1 and --vocab-size "
-            f"({size}) [value-out-of-range]"
-        )
-    if (
-        not set(TIKTOKEN_SPECIAL) <= set(names)
-        or len(set(names)) != len(names)
-        or len(names) > reserved > 0
-    ):
-        yield (
-            f"--tiktoken-special-tokens {' '.join(names)}: give each once, all of "
-            f"{' '.join(TIKTOKEN_SPECIAL)} among them, and at most --tiktoken-num-special-tokens "
-            f"({reserved}) [tiktoken-special-tokens-incomplete]"
-        )

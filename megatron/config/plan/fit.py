@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config.plan.costs import activations
-from megatron.config.plan.plan import Plan, bytes_per_rank
+from megatron.config.plan.plan import Plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.config.tree import Config
 
 GIB = 2**30

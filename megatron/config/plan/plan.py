@@ -4,9 +4,6 @@ vocabulary size."""
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +14,7 @@ from megatron.config.plan.batch_size import (
     EvaluationBatch,
     build_batch_size_schedule,
 )
-from megatron.config.plan.buckets import Assign, Partition, Shared
+from megatron.config.plan.buckets import Assign
 from megatron.config.plan.parameters import (
     Chunk,
     ParameterSpec,
@@ -32,7 +29,6 @@ from megatron.config.tree import Config
 
 if TYPE_CHECKING:
     from megatron.config.parallel import Split
-    from megatron.config.plan.units import Passes
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -341,96 +337,10 @@ def assignment(config: Config) -> Assign | None:
     )
 
 
-def whole_partition(config: Config, plan: Plan, stage: int = 0) -> Partition | None:
-    """Which whole parameters the ranks own that share a stage's; None: all are cut evenly."""
-    return _partition(config, _shared(config, plan, stage))
-
-
-def _partition(config: Config, params: Sequence[Shared]) -> Partition | None:
-    assign = assignment(config)
-    return assign(params) if assign and any(param.shards > 1 for param in params) else None
-
-
-def _shared(config: Config, plan: Plan, stage: int) -> list[Shared]:
-    """The trained parameters of a stage, and how many ranks share each."""
-    axes = _stage_axes(config)
-    folds = config.parallel.folds_experts
-    params = []
-    for spec in plan.parameters_of(stage):
-        if spec.trained:
-            apart = folds and "ep" in dict(spec.splits)
-            sharers = expert_shards(config, plan) if apart else shards(config, plan)
-            shape = spec.local_shape(axes)
-            params.append(Shared(spec.name, shape, spec.shape, sharers, apart, spec.matrices))
-    return params
-
-
-def _stage_axes(config: Config) -> dict[str, int]:
-    return {**rank_axes(config), "ends": len(embedding_stages(config))}
-
-
-def flat_layout(config: Config, plan: Plan, stage: int = 0) -> buckets.Layout:
-    """The layout of the parameters of a rank of that stage in its flat buffers."""
-    p = config.parallel
-    axes = _stage_axes(config)
-
-    def partial_of(spec: ParameterSpec) -> tuple[str, ...]:
-        return tuple(axis for axis in spec.partial_axes(p.sequence_parallel) if axes[axis] > 1)
-
-    params = _shared(config, plan, stage)
-    itemsize = min(BYTES[config.precision.params_dtype], BYTES[config.precision.grad_dtype])
-    return buckets.lay_out(
-        [math.prod(param.local_shape) for param in params],
-        [partial_of(spec) for spec in plan.parameters_of(stage) if spec.trained],
-        bucket_size=bucket_size(config, plan, stage),
-        shards=shards(config, plan),
-        itemsize=itemsize,
-        partition=_partition(config, params),
-        experts=[param.experts for param in params],
-        expert_shards=expert_shards(config, plan),
-        units=[buckets.unit_of(param.name) for param in params]
-        if shares_units(config, plan)
-        else (),
-    )
-
-
 def shares_units(config: Config, plan: Plan) -> bool:
     """Do ranks share gradients, so that those of a unit have buckets of their own?"""
     ranks = max(shards(config, plan), expert_shards(config, plan))
     return config.parallel.shares_gradients and ranks > 1
-
-
-def passes(config: Config, plan: Plan, stage: int) -> list[Passes]:
-    """A micro-batch through each chunk of a stage whose ranks share gradients."""
-    from megatron.config.plan.units import Passes, Sharing, uses
-
-    layout = flat_layout(config, plan, stage)
-    names = [spec.name for spec in plan.parameters_of(stage) if spec.trained]
-    sizes: Counter[buckets.UnitName] = Counter()
-    for bucket in layout.buckets:
-        if bucket.shards > 1:
-            sizes[buckets.unit_of(names[bucket.members[0]])] += bucket.stop - bucket.start
-    p = config.parallel
-    sharing = Sharing(p.shares_weights, p.overlap_param_gather, p.overlap_grad_reduce)
-    precision = config.precision
-    itemsizes = BYTES[precision.params_dtype], BYTES[precision.grad_dtype]
-    chunks = plan.layers_per_stage[stage]
-    depths = len(config.model.mtp_layers)
-    by_chunk = [
-        uses(chunk.calls(config.model.tied, depths), chunk.last) for chunk in plan.chunks(stage)
-    ]
-    carried = max((each[0].units[0] for each in by_chunk if each), key=lambda unit: sizes[unit])
-    return [
-        Passes(
-            each,
-            sizes,
-            itemsizes,
-            sharing,
-            config.training.recomputed_runs(len(layers)),
-            carried,
-        )
-        for each, layers in zip(by_chunk, chunks, strict=True)
-    ]
 
 
 def by_muon(config: Config, spec: ParameterSpec) -> bool:
@@ -466,70 +376,3 @@ def fp8_layers(
         if ".linear_" in spec.name and spec.name.endswith(".weight")
         if (library and "ep" not in dict(spec.splits)) is by_library
     ]
-
-
-def moment_bytes(config: Config) -> int:
-    """Bytes of the optimizer's moments of an element."""
-    o = config.optimizer
-    keys: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if o.optimizer != "sgd" else ("momentum",)
-    if o.optimizer == "sgd" and not o.sgd_momentum:
-        keys = ()
-    main = config.precision.main_dtype
-    return sum(BYTES[o.moment_dtypes.get(key, main)] for key in keys)
-
-
-def bytes_per_rank(
-    config: Config, plan: Plan, stage: int = 0, shard: int | None = None
-) -> dict[str, int]:
-    """Bytes of weights, gradients, main weights, optimizer moments and FP8 scales on one rank of a
-    pipeline stage.
-
-    `shard`: which of the ranks that share the last two; without it that with the most. Activations
-    are not counted, nor what aligns parameters and shards in flat buffers (less than 64 bytes
-    each). Where ranks share gradients, "whole units" are the weights and gradients beside a rank's
-    shards, at their peak. Averages of the main weights are among these unless the host has them.
-    Models that features have beside it are by their names, with their activations.
-    """
-    precision = config.precision
-    n = parameters_per_rank(config, plan, stage)
-    low = precision.fp16 or precision.bf16
-    table = [spec for spec in plan.parameters_of(stage) if spec.trained]
-    owned = trained = count_parameters(table, rank_axes(config))
-    of_muon = [number for number, spec in enumerate(table) if by_muon(config, spec)]
-    fewer = 2 - config.muon.states  # than the moments of Adam
-    matrices = count_parameters([table[number] for number in of_muon], rank_axes(config))
-    if max(shards(config, plan), expert_shards(config, plan)) > 1:
-        layout = flat_layout(config, plan, stage)
-        elements = layout.elements()
-        each = list(zip(elements, layout.elements(of_muon), strict=True))
-        # Adam has three tensors of a main weight in 32 bits
-        most = max(each, key=lambda counts: 3 * counts[0] - fewer * counts[1])
-        owned, matrices = most if shard is None else each[shard % len(each)]
-    history = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
-    weights, gradients = n, trained
-    of_units = {}
-    if shares_units(config, plan):
-        gradients = max(elements)
-        if config.parallel.shares_weights:
-            # what no optimizer updates is whole on every rank
-            weights = n - sum(layout.sizes) + gradients
-        peaks = [each.peak for each in passes(config, plan, stage)]
-        of_units = {"whole units": max(map(sum, peaks))}
-    main = BYTES[precision.main_dtype]
-    averages = owned * main * sum(demands.averages for demands in config.demands)
-    of_host = {}
-    if any(demands.averages_on_host for demands in config.demands):
-        of_host, averages = {"averages on the host": averages}, 0
-    others = {name: size(plan, stage) for name, size in config.other_models.items()}
-    return {
-        "weights": weights * BYTES[precision.params_dtype],
-        "gradients": gradients * BYTES[precision.grad_dtype],
-        **of_units,
-        **of_host,
-        **others,
-        "main weights": owned * main * low + averages,
-        "optimizer moments": owned * moment_bytes(config) - fewer * matrices * main,
-        # of each layer's input, weight and gradient (parallel/fp8.py): scale, maxima of the steps
-        # before and of this one
-        "FP8 scales": len(fp8_layers(config, plan, stage)) * 3 * (2 + history) * 4,
-    }

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from math import lcm
 
 from megatron.config.plan.fit import gib, state_of_a_rank
-from megatron.config.plan.plan import BYTES, Plan, by_muon, moment_bytes
+from megatron.config.plan.plan import BYTES, Plan, by_muon
+from megatron.config.plan.state_bytes import moment_bytes
 from megatron.config.tree import Config
 
 

@@ -12,17 +12,16 @@ from megatron.config.plan.fit import GIB, gib, host_copies
 from megatron.config.plan.plan import (
     Plan,
     assignment,
-    bytes_per_rank,
-    flat_layout,
     make_plan,
     parameters_per_rank,
     shards,
     shares_units,
-    whole_partition,
 )
 from megatron.config.plan.report import entries, entry
 from megatron.config.plan.saves import save_lines
 from megatron.config.plan.schedules import bubble_fraction
+from megatron.config.plan.sharing import flat_layout, whole_partition
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.config.plan.transfers import axis_sizes, sent_by_axis
 from megatron.config.tree import Config
 

@@ -18,12 +18,11 @@ from megatron.config.plan.plan import (
     by_muon,
     embedding_stages,
     expert_shards,
-    flat_layout,
     fp8_layers,
-    passes,
     shards,
     shares_units,
 )
+from megatron.config.plan.sharing import flat_layout, passes
 from megatron.config.plan.transfer import (
     Transfer,
     gathered_input,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.checks.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
+from megatron.config.tokenizer import TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
 from megatron.data.preprocess.trial import failure
 from megatron.data.tokenizers import gigatoken, gpt2_bpe
 from megatron.data.tokenizers.base import Ids, Tokenizer, check_unicode, library

@@ -8,8 +8,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron.config.checks import tokenizer as check_tokenizer
-from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE, TIKTOKEN_SPECIAL, TIKTOKEN_VOCAB_SIZE
-from megatron.config.tokenizer import SENTENCEPIECE, TOKENIZER_FILES, TokenizerConfig
+from megatron.config.checks.tokenizer import BYTE_VOCAB_SIZE
+from megatron.config.tokenizer import (
+    SENTENCEPIECE,
+    TIKTOKEN_SPECIAL,
+    TIKTOKEN_VOCAB_SIZE,
+    TOKENIZER_FILES,
+    TokenizerConfig,
+)
 from megatron.data.tokenizers.base import Ids, Tokenizer
 
 __all__ = [

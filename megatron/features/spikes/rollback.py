@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from megatron import log
+from megatron.checkpoint import state_reader
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.reading import Candidate
-from megatron.checkpoint.state import RunState
 from megatron.config import history, run_directory
 from megatron.config.run_directory import RunDirectory
+from megatron.config.skip_ranges import SkipRanges
 from megatron.features.spikes.actions import EXIT_CODE, SpikeActions
 from megatron.features.spikes.policy import NAME, Rollback
 from megatron.parallel.collectives import gather_objects
@@ -22,7 +23,7 @@ from megatron.training.launch.process import Refusal
 from megatron.training.result import IterationResult
 from megatron.training.run import Run
 from megatron.training.save_policy import SavePolicy
-from megatron.training.skipping import record_skip
+from megatron.training.skipping import new_record, write_records
 
 
 @dataclass
@@ -135,7 +136,7 @@ class RollbackBuffer(Hook):
             f"{request.attempt} for the spike at {request.first}: iterations "
             f"{repeated}{request.start} to {request.end} are skipped"
         )
-        record_skip(
+        _record_skip(
             run,
             request.start,
             request.end,
@@ -154,7 +155,9 @@ class RollbackBuffer(Hook):
             if snapshot.iteration == iteration:
                 for tensor, copy in zip(_tensors(run), snapshot.tensors, strict=True):
                     tensor.copy_(copy)
-                load.restore_counters(run, RunState.parse(snapshot.state, "a snapshot in memory"))
+                load.restore_counters(
+                    run, state_reader.parse(snapshot.state, "a snapshot in memory")
+                )
                 if run.fp8:
                     run.fp8.loaded()
                 return "a snapshot in memory"
@@ -207,3 +210,22 @@ class RollbackBuffer(Hook):
 def _tensors(run: Run) -> list[torch.Tensor]:
     """All tensors of the run on this rank, not copied."""
     return [tensor for *_, own in save.own_tensors(run) for _, tensor in own]
+
+
+def _record_skip(run: Run, first: int, last: int, reason: str, source: str) -> None:
+    """Skip iterations first to last from now on, and record it in `skips.jsonl` and in checkpoints;
+    all ranks call this.
+
+    Samples that are open must be reopened. Raises CheckpointError where it cannot be written.
+    """
+    from megatron.checkpoint.skip_log import now
+
+    time = run.of_rank_0(now)
+    record = new_record(run, SkipRanges([(first, last)]), reason, source, time)
+    write_records(run, [record])
+    run.progress.skip_records.append(record)
+    run.plan = replace(run.plan, skips=run.plan.skips.joined([(first, last)]))
+    log.print_rank_0(
+        f"iterations {first} to {last} will be skipped ({reason}, {source}): samples {record.s0} "
+        f"to {record.s1 - 1}, {record.tokens} tokens"
+    )

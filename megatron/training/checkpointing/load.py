@@ -3,8 +3,9 @@ rollback."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from megatron.config.run_directory import (
 from megatron.optimizer import adam, saved_schedule
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.sharding import Box, Sharding
-from megatron.training.checkpointing.hardware import other_hardware
+from megatron.training.checkpointing.hardware import hardware
 from megatron.training.checkpointing.resume_checks import contradictions
 from megatron.training.checkpointing.save import (
     layout_of,
@@ -376,3 +377,28 @@ def _source(name: str, stored: set[str]) -> str:
     if name.startswith("optimizer.fp32_param.") and name not in stored:
         return name.removeprefix("optimizer.fp32_param.")
     return main if main in stored else name
+
+
+def other_hardware(kernels: Mapping[str, str], device: torch.device, state: RunState) -> str | None:
+    """A line where a checkpoint was written with another processor, device, kernel or torch; None
+    where not, or where an older checkpoint does not say."""
+    now = hardware(kernels, device) | {"torch": f"torch {torch.__version__}"}
+    saved = state.hardware and state.hardware | {"torch": f"torch {state.versions.get('torch')}"}
+    changed = [f"{before} -> {after}" for before, after in _changes(saved, now)]
+    if not changed:
+        return None
+    return (
+        f"the checkpoint was written on other hardware or software ({'; '.join(changed)}): from "
+        "here on the run is not bit for bit what it would be there [resume-not-bit-for-bit]"
+    )
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for key, value in now.items():
+        before = saved.get(key, value)
+        if isinstance(value, dict) and isinstance(before, dict):
+            for operation in sorted(before.keys() & value.keys()):
+                if before[operation] != value[operation]:
+                    yield f"{operation}: {before[operation]}", value[operation]
+        elif before != value:
+            yield before, value

@@ -1,12 +1,13 @@
 """The flags a checkpoint was saved with, compared with those of this run."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
 
 from megatron import log
 from megatron.arguments import flags_of, values_of
 from megatron.checkpoint import store
 from megatron.checkpoint.reading import Checkpoint
-from megatron.checkpoint.state import OWN_MODEL, differences
+from megatron.checkpoint.state import OWN_MODEL
 from megatron.config import architecture, saved_flags
 from megatron.config.checks.declared import effective
 from megatron.config.run_directory import (
@@ -15,6 +16,8 @@ from megatron.config.run_directory import (
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
 from megatron.training.checkpointing.resume_checks import architecture_problem
+
+ABSENT = "(absent)"
 
 
 def saved_config(
@@ -66,3 +69,21 @@ def check_architecture(
 def _text(value: object) -> str:
     """A value, of a list its words, as they are typed."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]
+) -> list[tuple[str, Any, Any]]:
+    """(name, saved value, current value) for each of `names` on which the two disagree, in the
+    order of `names`.
+
+    A name that one side lacks has the value ABSENT there; lists and tuples of equal elements agree.
+    """
+
+    def plain(value: Any) -> Any:
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    pairs = [
+        (name, plain(saved.get(name, ABSENT)), plain(current.get(name, ABSENT))) for name in names
+    ]
+    return [(name, old, new) for name, old, new in pairs if old != new]

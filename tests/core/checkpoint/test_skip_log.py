@@ -4,7 +4,7 @@ was written is lost."""
 import json
 from pathlib import Path
 
-from megatron.checkpoint import skip_log
+from megatron.checkpoint import skip_log, state_reader
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.checkpoint.skip_log import SkipRecord
 from megatron.checkpoint.state import RunState
@@ -60,7 +60,7 @@ def test_the_past_in_run_states():
     assert RunState(iteration=15).skipped_ranges() == []
     old = json.loads(RunState(iteration=15, skips=[[10, 20]]).dump())
     del old["skipped"]
-    assert RunState.parse(json.dumps(old).encode(), "x").skipped_ranges() == [[10, 15]]
+    assert state_reader.parse(json.dumps(old).encode(), "x").skipped_ranges() == [[10, 15]]
     for bad in ([1], ["ab"], [[3, 2]], [[0, 2]], [[1, 2, 3]], [[1, "2"]], [[True, 2]]):
         with problems.raises(CheckpointError, "checkpoint-damaged"):
             RunState(iteration=25, skipped=bad).skipped_ranges()

@@ -17,7 +17,8 @@ from megatron import device, host
 from megatron.arguments import config_from, parse_typed
 from megatron.config import command_line
 from megatron.config.plan.fit import GIB, fullest
-from megatron.config.plan.plan import bytes_per_rank, make_plan
+from megatron.config.plan.plan import make_plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.features.registry import RunConfig
 from megatron.parallel import fsdp
 from megatron.training import loop

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.plan.plan import bytes_per_rank, make_plan
+from megatron.config.plan.plan import make_plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.parallel.context import ParallelContext
 from megatron.parallel.sharding import local_box
 from megatron.timers import Timers

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from megatron.config.plan.plan import bytes_per_rank, make_plan
+from megatron.config.plan.plan import make_plan
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.parallel.context import ParallelContext
 from megatron.timers import Timers
 from megatron.training.batch import MicroBatch

@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config.plan.plan import (
-    bytes_per_rank,
-    padded_vocab_size,
-    parameters_per_rank,
-)
+from megatron.config.plan.plan import padded_vocab_size, parameters_per_rank
+from megatron.config.plan.state_bytes import bytes_per_rank
 from tests.core.config.plan.seed_plan import plan
 
 

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from megatron.config.plan import costs, transfers
-from megatron.config.plan.plan import bytes_per_rank, parameters_per_rank
+from megatron.config.plan.plan import parameters_per_rank
+from megatron.config.plan.state_bytes import bytes_per_rank
 from megatron.config.plan.tables import describe
 from tests import problems
 from tests.core.config.plan.seed_plan import plan

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import filesystem, reading, store
+from megatron.checkpoint import filesystem, reading, state_reader, store
 from megatron.checkpoint.async_writer import Writer
-from megatron.checkpoint.state import RunState
 from megatron.config import run_directory
 from megatron.training.checkpointing import save
 from tests.core.training.checkpointing.saving_runs import run
@@ -73,7 +72,7 @@ def files_of(folder: Path, iteration: int) -> dict[str, bytes]:
     """The bytes of a checkpoint's files by name, without the ids of the run."""
     checkpoint = store.iteration_directory(folder / "save", iteration)
     files = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    state = RunState.parse(files["state.json"], "")
+    state = state_reader.parse(files["state.json"], "")
     return {**files, "state.json": replace(state, history={}).dump()}
 
 
