@@ -33,12 +33,8 @@ from megatron.config.checks.facts import Facts
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import (
-    Tokenizer,
-    check_ids,
-    tokenizer_from,
-    with_tokenizer,
-)
+from megatron.data.tokenizers.build import Tokenizer, tokenizer_from
+from megatron.data.tokenizers.trained import check_ids, with_tokenizer
 from megatron.features.registry import RunConfig
 from megatron.model.blocks.moe.facts import EXPERT_BIAS
 from megatron.small_files import read_bytes

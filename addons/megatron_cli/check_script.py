@@ -29,7 +29,7 @@ from megatron.arguments import Parser, arg, is_flag, parse
 from megatron.config import command_line
 from megatron.config.plan import fit
 from megatron.config.plan.plan import make_plan
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.features.registry import RunConfig
 from megatron.problems import Problems, printable
 from megatron.small_files import read_text

@@ -15,7 +15,7 @@ from megatron.arguments import is_flag
 from megatron.config.command_line import CommandLine, planned
 from megatron.config.plan.fit import GIB, SPARE, fullest, gib
 from megatron.config.plan.plan import make_plan
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.problems import error_lines
 from tools.shared.program import complain, read
 

@@ -17,7 +17,7 @@ from megatron.config.plan import fit
 from megatron.config.plan.plan import batch_schedule, data_parallel_size, make_plan
 from megatron.config.tree import Config
 from megatron.data.request import Before, DataRequest
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.training import preflight
 from megatron.training.feature import data_source
 

@@ -12,7 +12,7 @@ import pytest
 from megatron.config import command_line
 from megatron.config.plan import report
 from megatron.config.plan.plan import make_plan
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.features.registry import RunConfig
 from tests.problems import code_of
 

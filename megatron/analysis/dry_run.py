@@ -7,7 +7,7 @@ from megatron.config.plan import fit, tables
 from megatron.config.plan.plan import Plan
 from megatron.data.plan_table import plan_table, validation_note
 from megatron.data.request import DataRequest
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.training import preflight
 from megatron.training.feature import data_source, features_of
 from megatron.training.script_step import as_batch_step

@@ -12,12 +12,12 @@ from megatron.config.checkpoint import is_url
 from megatron.config.data import DataConfig
 from megatron.data.blend.splits import SPLITS, Blend, SplitMatrix, parse_split, split_range
 from megatron.data.gpt_dataset import GPTDataset, MockGPTDataset, MockSequences, TokenSequences
-from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
 from megatron.data.sample_lookup import Dataset
 
 if TYPE_CHECKING:
     from megatron.data.index_cache import IndexCache
+    from megatron.data.plan_table import Row
 
 LOGGER = "megatron.core.datasets.blended_megatron_dataset_config"
 DEFAULT_SPLIT = "969, 30, 1"

@@ -12,11 +12,11 @@ import numpy as np
 from megatron import host, log
 from megatron.data.index_arrays import IndexArrays
 from megatron.data.index_helpers import build_sample_index, document_index_dtype, shuffle
-from megatron.data.plan_table import Row
 from megatron.data.sample_lookup import TokenSpan, check_document
 
 if TYPE_CHECKING:
     from megatron.data.index_cache import IndexCache
+    from megatron.data.plan_table import Row
 
 LOGGER = "megatron.core.datasets.gpt_dataset"
 CACHE_FORMAT = 1  # part of every cache key: raise it when the meaning of the cached arrays changes
@@ -405,6 +405,8 @@ class GPTDataset:
 
     def plan_rows(self, size: int | None) -> list[Row]:
         """The row of the data table if `size` samples (None: all) are read."""
+        from megatron.data.plan_table import Row
+
         return [
             Row(
                 self.index_split,

@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.config.plan.report import entry, noted
+
 MANY_EPOCHS = 20  # of validation: what they find is known after the first
 SHOWN = 40  # rows of a split; the rest is summarized in one line
+NAMED = 3  # data sets of a split in its summary
 TITLES = ("split", "data", "documents", "tokens", "samples", "share", "epochs")
 
 
@@ -79,3 +82,23 @@ def validation_note(rows: Sequence[Row]) -> list[str]:
         f"note: all evaluations together read the {tokens:,} tokens of validation {epochs:,.0f} "
         "times; fewer --eval-iters take less time and find the same [validation-repeats]"
     ]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each split of what it reads."""
+    lines = []
+    shown = ""
+    for split in dict.fromkeys(row.split for row in rows):
+        rows_of_split = [row for row in rows if row.split == split]
+        names = ", ".join(
+            row.name for row in rows_of_split[:NAMED]
+        ) + f" and {len(rows_of_split) - NAMED} more" * (len(rows_of_split) > NAMED)
+        tokens = sum(row.tokens for row in rows_of_split)
+        read = sum(row.samples for row in rows_of_split)
+        epochs = read * rows_of_split[0].sequence_length / tokens if tokens else 0.0
+        times = f"{epochs:.3g} epoch" + "s" * (f"{epochs:.3g}" != "1")
+        label = {"train": "data", "valid": "validation"}.get(split, split)
+        named = "" if names == shown else f"{names}: "
+        shown = names
+        lines.append(entry(label, f"{named}{tokens:,} tokens; {read:,.0f} samples ({times})"))
+    return [*lines, *noted(validation_note(rows))]

@@ -1,14 +1,18 @@
 """The sources of samples and which flags choose them. A new source is a class in a file of its own
 and a row of SOURCES."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megatron import object_stores
 from megatron.config.data import DataConfig
 from megatron.data.build import Splits, build_mock
-from megatron.data.plan_table import Row
 from megatron.data.request import DataRequest
+
+if TYPE_CHECKING:
+    from megatron.data.plan_table import Row
 
 
 class DataSource(Protocol):

@@ -16,8 +16,9 @@ from megatron.config.plan.plan import padded_vocab_size
 from megatron.config.precision import DTYPES, PrecisionConfig
 from megatron.config.script import NO_SCRIPT, Script
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import Tokenizer, check_ids, with_tokenizer
+from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.metadata import vocabulary_of
+from megatron.data.tokenizers.trained import check_ids, with_tokenizer
 from megatron.device import choose_device, device_notes
 from megatron.inference import script_model
 from megatron.inference.linear import store_matrices_as

@@ -14,7 +14,6 @@ from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
 from megatron.data import index_helpers
 from megatron.data.data_order import data_order_fingerprint
-from megatron.data.plan_table import Row, plan_table
 from megatron.data.request import Before, DataRequest
 from megatron.data.sample_lookup import Dataset, is_packed
 from megatron.data.sampler import Sampler, SequentialSampler
@@ -26,6 +25,7 @@ from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress, Run
 
 if TYPE_CHECKING:
+    from megatron.data.plan_table import Row
     from megatron.data.script_datasets import DatasetsProvider
     from megatron.data.sources import DataSource
 
@@ -86,8 +86,11 @@ def build_data(
     )
     train, valid, test = source.build(d, _request(config, plan, tokenizer, before), rows)
     valids = [each for each in (valid if isinstance(valid, list) else [valid]) if each is not None]
-    for line in plan_table(rows):
-        log.detail(line)
+    if rows:
+        from megatron.data.plan_table import plan_table
+
+        for line in plan_table(rows):
+            log.detail(line)
     log.detail("> finished creating GPT datasets ...")
 
     cyclic = d.dataloader_type == "cyclic"

@@ -11,7 +11,7 @@ from megatron.config.plan import fit
 from megatron.config.plan.fit import gib
 from megatron.config.plan.plan import Plan
 from megatron.config.tree import Config
-from megatron.training.launch.process import code_location
+from megatron.training.launch.code_location import code_location
 
 if TYPE_CHECKING:
     from megatron.training.launch.initialize import Runtime

@@ -15,7 +15,7 @@ from megatron.config.plan.batch_ramps import micro_batch_steps
 from megatron.config.plan.batch_size import build_batch_size_schedule
 from megatron.config.plan.parameters import count_parameters, parameter_table
 from megatron.config.training import TrainingConfig
-from megatron.data.tokenizers.build import planned_vocabulary
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.features.registry import RunConfig
 from megatron.parallel.sharding import Sharding, draw_values
 from tests.core.training.built_runs import built

@@ -1,9 +1,8 @@
 """Builds the tokenizer of a configuration; the types have Megatron's names."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +22,8 @@ __all__ = [
     "NullTokenizer",
     "Tokenizer",
     "build_tokenizer",
-    "check_ids",
-    "planned_vocabulary",
     "tokenizer_from",
-    "with_tokenizer",
 ]
-GPT2_VOCAB_SIZE = 50257
-DataT = TypeVar("DataT", bound=TokenizerConfig)
 
 
 class ByteTokenizer(Tokenizer):
@@ -100,54 +94,6 @@ def tokenizer_from(config: TokenizerConfig) -> Tokenizer:
             "added later) [vocab-size-not-that-of-tokenizer]"
         )
     return tokenizer
-
-
-def planned_vocabulary(config: TokenizerConfig) -> tuple[int, str]:
-    """(size, where it comes from) of the vocabulary as far as flags and files of this machine say
-    it: a plan needs none of them."""
-    if config.vocab_size is not None:
-        return config.vocab_size, "--vocab-size"
-    if config.tokenizer == "TikTokenizer":
-        return TIKTOKEN_VOCAB_SIZE, "TikTokenizer's, without --vocab-size"
-    try:
-        size = tokenizer_from(config).vocab_size
-    except (ValueError, OSError):  # the notes of a dry run say why
-        return GPT2_VOCAB_SIZE, "assumed, GPT-2's; give --vocab-size to plan for another"
-    for name, _ in TOKENIZER_FILES[config.tokenizer or ""]:
-        return size, f"--{name.replace('_', '-')} {getattr(config, name)}"
-    return size, f"{config.tokenizer}'s"
-
-
-def with_tokenizer(data: DataT, flags: Mapping[str, Any]) -> DataT:
-    """`data` of a run with these tokenizer `flags`. A run of NullTokenizer, on ids alone, takes
-    any type; every other one only other files. Raises ValueError."""
-    trained = data.tokenizer
-    kind = flags.get("tokenizer_type", trained)
-    if trained not in (kind, "NullTokenizer"):
-        raise ValueError(
-            f"--tokenizer-type {kind}: the model was trained with {trained}; omit the flag "
-            "[tokenizer-not-that-of-training]"
-        )
-    needed = [name for name, _ in TOKENIZER_FILES.get(kind, ())]
-    for name, value in flags.items():
-        if name != "tokenizer_type" and name not in needed:
-            add = ", or add --tokenizer-type" if trained == "NullTokenizer" else ""
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value}: {kind} reads no such file; omit it{add} "
-                "[tokenizer-not-that-of-training]"
-            )
-    if kind != trained and kind != "TikTokenizer":
-        flags = {**flags, "vocab_size": None}
-    return replace(data, **flags)
-
-
-def check_ids(rows: int, tokenizer: Tokenizer, directory: object) -> None:
-    """Raise ValueError where a model of `rows` ids has not all of the tokenizer."""
-    if tokenizer.vocab_size > rows:
-        raise ValueError(
-            f"{directory}: the model has {rows} ids, the tokenizer {tokenizer.vocab_size}; give "
-            "the one that its data were made with [tokenizer-not-that-of-training]"
-        )
 
 
 def _make(config: TokenizerConfig) -> Tokenizer:

@@ -1,8 +1,11 @@
 """What is printed before the first iteration. With --log-format short: what is trained, on which
 devices, with which kernels and data."""
 
+from __future__ import annotations
+
 import platform
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,12 +16,14 @@ from megatron.config.plan import report
 from megatron.config.plan.plan import Plan
 from megatron.config.plan.report import entry
 from megatron.config.tree import Config
-from megatron.data.plan_table import Row, validation_note
 from megatron.kernels.cpu import native
 from megatron.kernels.select import KernelRow, kernel_table
 from megatron.training.launch.initialize import Runtime
 from megatron.training.run import Progress
 from megatron.version import NAME, VERSION
+
+if TYPE_CHECKING:
+    from megatron.data.plan_table import Row
 
 # Implementations that any torch loop uses; the preamble omits them.
 _PLAIN = {
@@ -34,7 +39,6 @@ _NAMES = {
     "fp32 GEMM, rounded once": "fp32 GEMM (no native support for the parameter dtype)",
 }
 _FILLS_GPU = 4096  # tokens of a micro-batch; with fewer a GPU waits for Python
-_SHOWN = 3  # data sets of a split that are named
 
 
 def print_arguments(line: CommandLine, backend: str) -> None:
@@ -181,22 +185,9 @@ def data_lines(config: Config, rows: Sequence[Row]) -> list[str]:
                 else "mock samples (--dummy-data)",
             )
         ]
-    lines = []
-    shown = ""
-    for split in dict.fromkeys(row.split for row in rows):
-        rows_of_split = [row for row in rows if row.split == split]
-        names = ", ".join(
-            row.name for row in rows_of_split[:_SHOWN]
-        ) + f" and {len(rows_of_split) - _SHOWN} more" * (len(rows_of_split) > _SHOWN)
-        tokens = sum(row.tokens for row in rows_of_split)
-        read = sum(row.samples for row in rows_of_split)
-        epochs = read * rows_of_split[0].sequence_length / tokens if tokens else 0.0
-        times = f"{epochs:.3g} epoch" + "s" * (f"{epochs:.3g}" != "1")
-        label = {"train": "data", "valid": "validation"}.get(split, split)
-        named = "" if names == shown else f"{names}: "
-        shown = names
-        lines.append(entry(label, f"{named}{tokens:,} tokens; {read:,.0f} samples ({times})"))
-    return [*lines, *report.noted(validation_note(rows))]
+    from megatron.data.plan_table import summary
+
+    return summary(rows)
 
 
 def checkpoint_line(config: Config, loaded: str | None, progress: Progress) -> str:

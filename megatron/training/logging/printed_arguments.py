@@ -40,7 +40,7 @@ def start_lines(line: CommandLine, distributed_backend: str) -> list[str]:
 
     `distributed_backend`: as for `dumped_values`.
     """
-    from megatron.data.tokenizers.build import planned_vocabulary
+    from megatron.data.tokenizers.planned import planned_vocabulary
 
     config = line.config
     p = line.config.parallel

@@ -16,7 +16,8 @@ import pretrain_gpt
 from megatron.arguments import config_from, parse, to_args_text
 from megatron.config import command_line
 from megatron.config.tree import Config
-from megatron.data.tokenizers.build import build_tokenizer, planned_vocabulary
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokenizers.planned import planned_vocabulary
 from megatron.features.registry import RunConfig
 from tests.core.data.corpora import write_corpus
 from tests.core.data.vocabularies import write_bpe, write_sentencepiece
