@@ -149,7 +149,7 @@ def help_with_default(flag: Flag) -> str:
 
 
 def _help_lines(head: str, text: str) -> list[str]:
-    wrapped = textwrap.wrap(text, 76)
+    wrapped = textwrap.wrap(text, 76) or [""]
     if len(head) > 30:
         return [f"  {head}", *(" " * 34 + line for line in wrapped)]
     return [f"  {head:<31} {wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]

@@ -3,7 +3,7 @@ back to text."""
 
 import random
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -429,6 +429,55 @@ def test_help_of_a_topic_begins_with_the_section_of_that_title():
     text = build_parser(Sections, prog="x", description="d").help("width")
     heads = [line.split()[0] for line in text.splitlines() if line]
     assert heads == ["The", "--narrow", "The", "--width-of-depth"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tall(Depth):
+    """Has fields of its own beside those that it inherits."""
+
+    floors: int = arg(1, minimum=1)
+    """number of floors, the
+    ground floor among them"""
+
+    roof: Literal["flat", "gable"] = arg("flat")
+    """its form"""
+
+    cellar: bool = arg(False, help=f"a cellar of {2} m")
+    """not this"""
+
+    bare: bool = arg(False)
+
+
+@dataclass(frozen=True)
+class House(Extension):
+    """The house."""
+
+    adds = {"roof": {"dome": AddedValue("round", make=dict)}}
+
+
+@dataclass(frozen=True)
+class Houses:
+    tall: Tall
+    house: House
+
+
+def test_the_docstring_below_a_field_is_its_help():
+    flags = flags_of(Houses)
+    assert {name: flag.help for name, flag in flags.items()} == {
+        "width_of_depth": "a number",
+        "layers": "number of layers, whatever their width",
+        "floors": "number of floors, the ground floor among them",
+        "roof": "its form; dome: round",
+        "cellar": "a cellar of 2 m",
+        "bare": "",
+    }
+    assert "--bare" in build_parser(Houses, prog="x", description="d").help()
+
+
+def test_a_class_without_source_has_no_help():
+    made = make_dataclass("Made", [("size", int, arg(1))], frozen=True)
+    text = build_parser(make_dataclass("Tree", [("made", made)]), prog="x", description="d").help()
+    assert "--size" in text
 
 
 def test_help_of_a_topic_that_is_not_here():

@@ -104,6 +104,11 @@ def judge(found: list, commands: list[str], ask: Callable[..., tuple]) -> None:
             continue
         command = argv[:-1]
         flags = re.findall(r"^  (--[\w-]+)", out, re.MULTILINE)
+        for entry in re.split(r"^(?=  -)", out, flags=re.MULTILINE)[1:]:
+            says = re.match(
+                r"  -\S+.*?(?: {2,}|\n +)(?!\((?:default|required))\w", entry, re.DOTALL
+            )
+            assert says, f"{entry}: no docstring below its field"
         assert "--version" in flags or command == [] and commands
         meant = flags[-1] if not commands or command else "--version"
         typos.append(([*command, meant[:-2] + meant[-1]], meant))
