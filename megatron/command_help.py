@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +16,32 @@ Flag = Any  # of megatron.arguments, which loads this module
 Parser = Any
 
 
-@functools.cache
 def docstrings(owner: type) -> dict[str, str]:
-    """The docstring below each field of a class and those that it inherits, each in one line. The
-    compiler drops them, so they are read in the source; a class without source has none."""
-    texts = {}
+    """The docstring below each field of a class and those that it inherits, each in one line."""
+    texts: dict[str, str] = {}
     for declared in reversed(owner.__mro__):
-        try:
-            source = textwrap.dedent(inspect.getsource(declared))
-        except (OSError, TypeError):
-            continue
-        (of_class,) = ast.parse(source).body
-        for field, below in itertools.pairwise(getattr(of_class, "body", ())):
-            match field, below:
-                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                    texts[name] = " ".join(text.split())
+        texts |= _documented(declared.__module__, "<locals>" in declared.__qualname__).get(
+            declared.__name__, {}
+        )
     return texts
+
+
+@functools.cache
+def _documented(module: str, inside: bool) -> dict[str, dict[str, str]]:
+    """The docstrings by class and field, of classes `inside` functions, too. The compiler drops
+    them, so they are read in the module's source; without it there are none."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    classes: dict[str, dict[str, str]] = {}
+    for declared in ast.walk(tree) if inside else tree.body:
+        if isinstance(declared, ast.ClassDef):
+            for field, below in itertools.pairwise(declared.body):
+                match field, below:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        classes.setdefault(declared.name, {})[name] = " ".join(text.split())
+    return classes
 
 
 def help_text(parser: Parser, topic: str = "") -> str:
