@@ -63,6 +63,7 @@ class Options:
         help="tokens that stand for no text; they get the last ids, and the first one ends a "
         f"document (default: {END_OF_DOCUMENT}; GPT2BPETokenizer uses no other)",
     )
+
     min_frequency: int = arg(2, minimum=1)
     """a pair of tokens that occurs less often is not merged"""
 

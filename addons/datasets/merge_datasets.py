@@ -262,6 +262,7 @@ class Options:
         minimum=1,
         help=f"threads that compute checksums (default: one per CPU core, at most {MOST_THREADS})",
     )
+
     overwrite: bool = arg(False)
     """replace the .bin and .idx of --output-prefix if they exist"""
 

@@ -45,6 +45,7 @@ class WeightedSplitsConfig(Feature):
         help=f"training data: {_GROUP}, of each data set the documents from START to END, "
         "as fractions of all of it",
     )
+
     train_weighted_split_paths_path: str | None = _of_train(None, metavar="FILE")
     """file with the same on one line, in double quotes"""
 

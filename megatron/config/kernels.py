@@ -28,6 +28,7 @@ class KernelsConfig:
         "layers: local (this suite's) or NVIDIA's Transformer Engine (CUDA; "
         f"{INSTALL_TRANSFORMER_ENGINE})",
     )
+
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = arg("auto")
     """attention kernel: auto (the fastest available), flash (the flash-attn package), fused
     (torch's fused attention; with Transformer Engine cuDNN's), unfused (allocates the matrix of
