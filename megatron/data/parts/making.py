@@ -31,8 +31,17 @@ def make(sets: Sequence[PartSet], number: int, write: Callable[[str], None]) -> 
             raise
         return False
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     return True
+
+
+def _remove(folder: str) -> None:
+    """Remove it, also where Ctrl-C, or Ray cancelling a task, comes while that is done."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def is_whole(sets: Sequence[PartSet], number: int) -> bool:
