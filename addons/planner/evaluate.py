@@ -167,12 +167,16 @@ def _of_program(rows: Rows, runs: Runs, later: np.ndarray) -> np.ndarray:
     return predict(rows, waiting) + nanotron.slow_sums(runs)
 
 
-def _expected(found: Comparison) -> np.ndarray:
-    """Seconds of a step; of nanotron's runs by the likelier of its two programs."""
+def _expected(found: Comparison, told: bool = False) -> np.ndarray:
+    """Seconds of a step; of nanotron's runs by the likelier of its two programs, or by that which
+    the run's measured step tells."""
     rows = found.rows
     runs = points.runs(rows)
     known = np.array(["nanotron" in row["source"] for row in rows])
-    return np.where(known, _of_program(rows, runs, nanotron.likely_later(runs)), found.predicted)
+    later = nanotron.likely_later(runs)
+    if told:
+        later = _told_by_step(rows, runs, later)
+    return np.where(known, _of_program(rows, runs, later), found.predicted)
 
 
 def _told_by_step(rows: Rows, runs: Runs, likely: np.ndarray) -> np.ndarray:
@@ -215,8 +219,8 @@ def rule_of_thumb(row: Mapping[str, str]) -> tuple[float, ...]:
 
 
 def regret(found: Comparison) -> list[str]:
-    """What the advised layout costs against the best that was measured, cell by cell, and two
-    other ways to choose."""
+    """What the advised layout costs against the best that was measured, cell by cell; two other
+    ways to choose, and what it would cost if it were known which program made each run."""
 
     def cell(row: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(
@@ -224,9 +228,11 @@ def regret(found: Comparison) -> list[str]:
             for name in ("source", "model", "gpu", "gpus", "seq", "gbs_seqs", "precision")
         )
 
-    lost: dict[str, list[float]] = {"planner": [], "rule of thumb": [], "median layout": []}
+    informed = "planner that knows each run's program"
+    ways = ("planner", "rule of thumb", "median layout", informed)
+    lost: dict[str, list[float]] = {way: [] for way in ways}
     lines = []
-    advised = _expected(found)
+    advised, told = _expected(found), _expected(found, told=True)
     for key, members in sorted(groups(found.rows, cell).items()):
         layouts = {
             (found.rows[n]["tp"], found.rows[n]["pp"], found.rows[n]["mbs"]) for n in members
@@ -240,6 +246,7 @@ def regret(found: Comparison) -> list[str]:
                 min(range(len(members)), key=lambda n: rule_of_thumb(found.rows[members[n]]))
             ],
             "median layout": np.median(measured),
+            informed: measured[np.argmin(told[members])],
         }
         for name, seconds in chosen.items():
             lost[name].append(float(seconds / measured.min() - 1))

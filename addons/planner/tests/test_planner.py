@@ -182,7 +182,7 @@ def test_a_table_of_runs_is_judged(plan, tmp_path):
     assert after[0] == pytest.approx(8.4, abs=0.1)
     assert (tmp_path / "errors.png").read_bytes()[:4] == b"\x89PNG"
     regrets = [numbers(line) for line in lines if line.startswith("regret of")]
-    assert regrets[0][:2] == [0, 0] and regrets[1][1] >= 0 and len(regrets) == 3
+    assert regrets[0][:2] == [0, 0] and regrets[1][1] >= 0 and len(regrets) == 4
 
 
 ULTRA = {  # layers, hidden, MLP, tied
