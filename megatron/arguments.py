@@ -182,7 +182,7 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """What --help says of it; read in the source, so nothing that a run computes needs it."""
+        """What --help says of it; read in the source when it is asked for."""
         from megatron.command_help import docstrings
 
         text = self.text or (docstrings(self.owner).get(self.name, "") if self.owner else "")
@@ -288,16 +288,24 @@ def _shown(*words: str) -> str:
 class FlagAction(argparse.Action):
     """A flag as an action of argparse: its words are its value, read by `Flag.convert`."""
 
-    def __init__(self, option_strings, dest, *, flag: Flag, required: bool = False, help: str = ""):
+    def __init__(self, option_strings, dest, *, flag: Flag, required: bool = False):
         super().__init__(
             option_strings,
             dest,
             nargs=0 if flag.kind in ("switch", "off") else "*",
             default=argparse.SUPPRESS,
             required=required,  # argparse's word about a value without a flag
-            help=help,
         )
         self.flag = flag
+
+    @property
+    def help(self) -> str | None:
+        """The flag's, read when it is shown."""
+        return self.flag.help
+
+    @help.setter
+    def help(self, text: str | None) -> None:
+        """argparse sets it."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         """Set the value that the words spell. Raises argparse.ArgumentError."""
@@ -574,11 +582,9 @@ class Parser:
 def _add(group: argparse._ActionsContainer, flag: Flag) -> None:
     """Add a flag, or a value that stands without one, to a group of argparse."""
     if flag.position == "flag":
-        group.add_argument(
-            *flag.spellings, action=FlagAction, dest=flag.name, flag=flag, help=flag.help
-        )
+        group.add_argument(*flag.spellings, action=FlagAction, dest=flag.name, flag=flag)
     else:
-        group.add_argument(flag.name, action=FlagAction, flag=flag, help=flag.help)
+        group.add_argument(flag.name, action=FlagAction, flag=flag)
 
 
 def build_parser(

@@ -1,4 +1,4 @@
-"""Checksums of tensor data, of data files and of small files.
+"""Checksums of data in memory; file_sums.py has those of files.
 
 Data is summed by blocks, so that several threads share a tensor and a reader of a part checks no
 more than it reads. A block's sum (ALGORITHM) is the CRC-32 of: its whole rows of 521 little-endian

@@ -13,8 +13,6 @@ _FIRST_PORT = 20_000  # below the ports that Linux gives to outgoing connections
 _PORTS = 12_000
 # Alike for all ranks of one start, different between starts: the port is derived from it.
 _JOB = ("PMIX_NAMESPACE", "PALS_APID", "PBS_JOBID", "SLURM_JOB_ID")
-
-
 # ... and of the attempts of one torchrun
 _RUN = (
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"),

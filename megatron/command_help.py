@@ -32,7 +32,7 @@ def _documented(module: str, inside: bool) -> dict[str, dict[str, str]]:
     them, so they are read in the module's source; without it there are none."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError, KeyError):
+    except (OSError, TypeError, KeyError, SyntaxError, ValueError):
         return {}
     classes: dict[str, dict[str, str]] = {}
     for declared in ast.walk(tree) if inside else tree.body:

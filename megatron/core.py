@@ -6,7 +6,7 @@ from importlib.util import module_from_spec
 
 from megatron import addons
 
-addons.find_other_names()
+addons.load_import_finders()
 _paths = [each for each in sys.modules["megatron"].__path__ if each != __file__.rpartition("/")[0]]
 _specs = (each.find_spec(__name__, _paths) for each in sys.meta_path)
 _spec = next((each for each in _specs if each and each.origin != __file__), None)

@@ -64,7 +64,7 @@ def sum_of_file(path: str, chunk_bytes: int = 16 * BLOCK_BYTES, threads: int = 1
 
 
 def _sums_between(path: str, start: int, stop: int | None, chunk_bytes: int) -> list[str]:
-    """The sums of the blocks of a file from byte `at` on, up to `stop` or its end."""
+    """The sums of the blocks of a file from byte `start` on, up to `stop` or its end."""
     sums: list[str] = []
     with open_regular(path) as opened:
         file = opened.fileno()
@@ -89,8 +89,8 @@ _ZERO_SUM = block_sum(bytes(BLOCK_BYTES))
 
 
 def _data_after(file: int, offset: int, size: int) -> int:
-    """Where data begin at or after byte `at`: `size` if only a hole is left; `at` where holes are
-    not known."""
+    """Where data begin at or after byte `offset`: `size` if only a hole is left; `offset` where
+    holes are not known."""
     try:
         return os.lseek(file, offset, os.SEEK_DATA)
     except AttributeError:

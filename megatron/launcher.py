@@ -1,7 +1,7 @@
-"""What the launcher gave this process: rank, world size, local rank, node, rendezvous address.
+"""What the launcher gave this process: rank, world size, local rank, node.
 
 Launchers: torchrun, Open MPI's mpirun, mpiexec of MPICH, Intel MPI and PALS, and srun. No other
-file reads their variables. Nothing here needs torch or opens a connection.
+file but cluster.py reads their variables. Nothing here needs torch or opens a connection.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Notes what each rank of a run sends: every call of torch.distributed in each training step. Knows
 no formula.
 
-`watch` goes around the functions of torch.distributed that parallel/collectives.py calls (a call of
+`watch` goes around the functions of torch.distributed that megatron/parallel calls (a call of
 any other that moves tensors is an error) and around the training step; calls outside a step, of
 start-up and evaluation, are not noted.
 """
@@ -80,8 +80,8 @@ class Recorder:
         return inside
 
     def install(self) -> None:
-        """Wrap the functions of torch.distributed, wherever parallel/collectives.py has a name for
-        them."""
+        """Wrap the functions of torch.distributed, and the names that parallel/collectives.py
+        has for some."""
         originals = {
             name: getattr(dist, name)
             for name in (*self.GROUP, "isend", "irecv", "batch_isend_irecv")

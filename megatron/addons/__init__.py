@@ -2,6 +2,7 @@
 package is megatron.addons.NAME. The core finds them by their folders and names none."""
 
 import importlib
+import sys
 from pathlib import Path
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,14 @@ def modules(name: str) -> list[str]:
     ]
 
 
-def find_other_names() -> None:
+def load_import_finders() -> None:
     """Let add-ons answer to other names below `megatron`, which scripts import."""
     for name in modules("import_finder"):
         importlib.import_module(name)
+
+
+# pretrain_gpt.py is no script of another program, unless somebody edits it: then what it imports
+# (core.py, training/__init__.py) loads them.
+_main = getattr(sys.modules["__main__"], "__file__", None)
+if _main is None or Path(_main).resolve() != _CHECKOUT / "pretrain_gpt.py":
+    load_import_finders()

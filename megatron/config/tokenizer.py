@@ -25,7 +25,7 @@ TOKENIZER_FILES: dict[str, tuple[tuple[str, str], ...]] = {
     "ByteTokenizer": (),
     "NullTokenizer": (),
 }
-# Of a tiktoken vocabulary, if its flags do not say otherwise.
+# TikTokenizer's ids unless flags say otherwise: special pieces, in this order, and how many in all.
 TIKTOKEN_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 TIKTOKEN_VOCAB_SIZE = 1 << 17
 

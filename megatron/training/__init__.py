@@ -19,8 +19,8 @@ _MORE = "script_names"  # of add-ons: `has` says which names are there, `refuse`
 _importer = sys._getframe(1)
 while _importer.f_back and _importer.f_code.co_filename.startswith("<frozen importlib"):
     _importer = _importer.f_back
-if not _importer.f_globals.get("__name__", "").startswith("megatron."):  # a script
-    addons.find_other_names()
+if not str(_importer.f_globals.get("__name__")).startswith("megatron."):  # a script
+    addons.load_import_finders()
 
 
 def _home(name: str) -> str | None:

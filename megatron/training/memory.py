@@ -4,6 +4,7 @@ explained where it runs out after all."""
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -75,8 +76,43 @@ def explained(line: CommandLine, plan: Plan, runtime: Runtime) -> Iterator[None]
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        from megatron.training import out_of_memory
-
-        if line.script.model_provider or not out_of_memory.is_cause(error):
+        if line.script.model_provider or not _ran_out(error):
             raise
-        raise ValueError(out_of_memory.explanation(error, line.config, plan, runtime)) from None
+        raise ValueError(_explanation(error, line.config, plan, runtime)) from None
+
+
+def _ran_out(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in str(error)  # of a CPU: a RuntimeError
+    )
+
+
+def _explanation(error: BaseException, config: Config, plan: Plan, runtime: Runtime) -> str:
+    from megatron import device as devices
+    from megatron.training.launch.process import code_location
+
+    rank = fit.fullest(config, plan)
+    device = runtime.device
+    location = code_location(traceback.extract_tb(error.__traceback__))
+    tried = next(
+        (sentence for sentence in str(error).split(". ") if "allocate" in sentence.lower()), ""
+    )
+    if device.type == "cpu":
+        total = gib(host.total_memory())
+        held = f"the host has {total}, {gib(host.available_memory())} of them available"
+    else:
+        free, limit = devices.free_memory(device)
+        memory = devices.memory_report(device)
+        by_others = limit - free - int(memory["reserved"])
+        held = (
+            f"allocated {gib(memory['allocated'])} (most {gib(memory['max allocated'])}), reserved "
+            f"{gib(memory['reserved'])} of {gib(limit)}; other processes and CUDA itself "
+            f"{gib(by_others)}"
+        )
+    return (
+        f"out of memory on {device} in {location}{f': {tried.strip()}' if tried else ''}; {held}. "
+        f"The plan has {gib(rank.total)} for the fullest rank: {rank.largest(4)}. "
+        f"{fit.remedy(config)} [out-of-memory]"
+    )

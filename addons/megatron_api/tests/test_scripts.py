@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -591,6 +592,33 @@ def test_an_import_inside_of_try_is_the_script_s_affair(tmp_path):
         )[0]
     )
     assert start(script).stderr == ""
+
+
+LATER = """
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training import pretrain
+from megatron.core import mpu
+"""
+
+
+@pytest.mark.parametrize(
+    "first", ["megatron.features.registry", "megatron.inference.load_model", "pretrain_gpt"]
+)
+def test_a_module_of_this_suite_is_imported_before_megatron_s(tmp_path, first):
+    script = tmp_path / "own.py"
+    script.write_text(f"import {first}\n{LATER}")
+    assert start(script).stderr == ""
+
+
+def test_this_suite_s_pretrain_gpt_is_edited(tmp_path):
+    """It is a script of Megatron then, which the checkout's own is not."""
+    for name in ("megatron", "addons"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text(LATER)
+    command = [sys.executable, str(script)]
+    assert subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stderr == ""
 
 
 @pytest.mark.parametrize("flags, code", [(["--mock-data"], None), ([], "data-missing")])

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from megatron.config.tokenizer import TOKENIZER_FILES, TokenizerConfig
 
-# Special pieces that TikTokenizer's ids begin with, in this order, unless others are given.
 BYTE_VOCAB_SIZE = 257  # ByteTokenizer: the 256 bytes and the end of a document
 
 

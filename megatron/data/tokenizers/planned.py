@@ -1,4 +1,4 @@
-"""The size of a vocabulary for a plan, which needs no tokenizer."""
+"""The size of a vocabulary for a plan, also where the tokenizer's files are not on this machine."""
 
 from megatron.config.tokenizer import TIKTOKEN_VOCAB_SIZE, TOKENIZER_FILES, TokenizerConfig
 from megatron.data.tokenizers.build import tokenizer_from

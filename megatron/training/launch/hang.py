@@ -18,13 +18,7 @@ from types import FrameType
 from typing import Any
 
 from megatron import cluster, log
-from megatron.training.launch.code_location import code_location
-from megatron.training.launch.process import (
-    HUNG,
-    START_UP,
-    Failure,
-    ProcessId,
-)
+from megatron.training.launch.process import HUNG, START_UP, Failure, ProcessId, code_location
 
 STACK_WITHIN = 3.0  # seconds
 STACKS = "megatron-stacks"  # name of the memory file that a stack is written to

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 from megatron import launcher, log
 from megatron.checkpoint.filesystem import CheckpointError
 from megatron.problems import printable
-from megatron.training.launch.code_location import code_location
 from megatron.training.launch.process import (
     HUNG,
     Failure,
     Refusal,
+    code_location,
     exit_now,
     this_process,
 )

@@ -4,7 +4,11 @@ import contextlib
 import os
 import socket
 import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -90,3 +94,19 @@ def exit_now(code: int, text: str = "") -> NoReturn:
         child.kill()
     launcher.remove_log_folder()
     os._exit(code)
+
+
+def code_location(frames: Sequence[traceback.FrameSummary]) -> str:
+    """`function (file:line)` of the innermost frame that is neither torch's nor Python's."""
+    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib"))
+    own_frames = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
+    frame = (own_frames or list(frames))[-1]
+    return f"{frame.name} ({_below_the_top(Path(frame.filename))}:{frame.lineno})"
+
+
+def _below_the_top(file: Path) -> str:
+    """The path from `megatron`, `tools` or `tests` on; of other code, its last three parts."""
+    tops = [
+        index for index, folder in enumerate(file.parts) if folder in ("megatron", "tools", "tests")
+    ]
+    return "/".join(file.parts[tops[-1] if tops else -3 :])

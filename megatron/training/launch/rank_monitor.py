@@ -27,7 +27,6 @@ from typing import Any
 
 from megatron import launcher, log
 from megatron.training.launch import hang, progress
-from megatron.training.launch.code_location import code_location
 from megatron.training.launch.hang_limits import (
     HangAction,
     HangLimits,
@@ -40,6 +39,7 @@ from megatron.training.launch.process import (
     START_UP,
     Failure,
     ProcessId,
+    code_location,
     this_process,
 )
 from megatron.training.launch.progress import Clock, RankProgress

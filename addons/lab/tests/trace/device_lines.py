@@ -21,7 +21,7 @@ from tests.forkrun import ROOT
 
 FOLDER = ROOT / "runs" / "device_lines"
 # What a step goes through; its CPU kernels have nothing to do with a device.
-STEP = ("device.py", "kernels", "model", "optimizer", "parallel", "training/step*.py")
+STEP = ("device.py", "cuda.py", "kernels", "model", "optimizer", "parallel", "training/step*.py")
 STEP += ("training/batch.py", "training/build.py")
 OMITTED = "kernels/cpu"
 # The first that the rules of the command line allow is traced, from another one on for each layout.

@@ -308,7 +308,7 @@ class Attention(Mixer):
         query, key = self.query // sizes.tp, self.groups_of_rank(sizes.tp) * d
         heads, groups = query // d, key // d
         gates = self.gates // sizes.tp
-        ranks = self._exchanging(sizes)
+        ranks = self.exchanging(sizes)
         rows = query + gates + 2 * key
         # with queries of all groups, made contiguous
         projected = rows + (query if groups > 1 and heads > groups else 0)
@@ -383,6 +383,8 @@ class Attention(Mixer):
     def traffic(self, sizes: Sizes) -> Traffic:
         """Its two linear layers, means over all heads, the rows of a shared query group, and keys
         and values of other context-parallel ranks."""
+        from megatron.model.blocks.attention.context_traffic import context_traffic
+
         m = self.model
         forward, backward = [], []
         if m.qk_layernorm and m.qk_layernorm_all_heads:
@@ -394,9 +396,7 @@ class Attention(Mixer):
             nbytes = sizes.tokens * self.projected * sizes.itemsize
             forward.append(Transfer("tp", "all-gather", 1, nbytes))
             backward.append(Transfer("tp", "reduce-scatter", 1, nbytes))
-        keys, gradients = self._context_parallel(sizes)
-        exchanged = self._exchanged(sizes)
-        recorded = self._recorded(sizes)
+        keys, gradients, exchanged, recorded = context_traffic(self, sizes)
         unneeded = [*gathered_input(sizes), *forward, *exchanged, keys, *recorded]
         core_again = "core_attn" in sizes.config.training.recomputed_modules
         return Traffic(
@@ -406,65 +406,9 @@ class Attention(Mixer):
             [keys, *recorded] if core_again else [],
         )
 
-    def _recorded(self, sizes: Sizes) -> list[Transfer]:
-        """Keys once more, for the largest scores."""
-        if not sizes.config.scored_by:
-            return []
-        both, _ = self._context_parallel(sizes)
-        of_keys = both.nbytes * self.head_dim // (self.head_dim + self.value_dim)
-        return [both._replace(nbytes=of_keys)]
-
-    def _exchanging(self, sizes: Sizes) -> int:
+    def exchanging(self, sizes: Sizes) -> int:
         """Context-parallel ranks that exchange heads."""
         return sizes.config.parallel.split_context(self.comm_type)[0]
-
-    def _exchanged(self, sizes: Sizes) -> list[Transfer]:
-        """(queries, keys and values that go to the ranks of their heads; results, which come back);
-        shared keys go to each rank that needs them."""
-        ranks = self._exchanging(sizes)
-        if ranks == 1:
-            return []
-        axis = "cp" if ranks == sizes.cp else "cp_heads"
-        heads = self.model.num_attention_heads // sizes.tp
-        keys_values = max(ranks, self.groups_of_rank(sizes.tp)) * (self.head_dim + self.value_dim)
-        widths = (heads * self.head_dim + keys_values, heads * self.value_dim)
-        return [
-            Transfer(axis, "all-to-all", 1, sizes.tokens * width * sizes.itemsize)
-            for width in widths
-        ]
-
-    def _context_parallel(self, sizes: Sizes) -> tuple[Transfer, Transfer]:
-        """(keys and values for one pass of the core; their gradients), of the rank that sends most
-        in a window."""
-        exchanging, ring = sizes.config.parallel.split_context(self.comm_type)
-        axis = "cp" if exchanging == 1 else "cp_ring"
-        groups = max(exchanging, self.groups_of_rank(sizes.tp))
-        keys_values = sizes.tokens * groups * (self.head_dim + self.value_dim)
-        if self.comm_type == "all_gather":
-            whole = sizes.cp * keys_values
-            return (
-                Transfer("cp", "all-gather", 1, whole * sizes.itemsize),
-                Transfer("cp", "reduce-scatter", 1, whole * sizes.wide),
-            )
-        if window := self.window_in(self.model.seq_length):
-            from megatron.config.plan.window_rows import exchanged
-
-            chunk = self.model.seq_length // (2 * ring)
-            of_row = keys_values // (2 * chunk)
-            most = max(
-                exchanged(ring, chunk, window),
-                key=lambda rank: 2 * rank.sent * sizes.itemsize + rank.received * sizes.wide,
-            )
-            sent, returned = most.sent * sizes.itemsize, most.received * sizes.wide
-            return (
-                Transfer(axis, "send", most.messages_sent, sent * of_row),
-                Transfer(axis, "send", most.messages_received, returned * of_row),
-            )
-        hops = ring - 1  # of two parts each
-        return (
-            Transfer(axis, "send", 2 * hops, hops * keys_values * sizes.itemsize),
-            Transfer(axis, "send", 2 * hops, hops * keys_values * sizes.wide),
-        )
 
     def cache(self, tp: int) -> dict[str, tuple[int, ...]]:
         """Keys and values of a rank's heads."""

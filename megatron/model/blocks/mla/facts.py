@@ -198,16 +198,16 @@ class LatentAttention(Attention):
     def traffic(self, sizes: Sizes) -> Traffic:
         """Latents and rotary keys that tensor-parallel ranks make of their own tokens, gradients of
         these, the result, and keys and values of other context-parallel ranks."""
+        from megatron.model.blocks.attention.context_traffic import context_traffic
+
         together = (self.queries_from, self.latent, self.rotary)
         gather = [self._of_tokens(sizes, "all-gather", width) for width in together]
         gather = gather if sizes.sequence else []
         operation = "reduce-scatter" if sizes.sequence else "all-reduce"
         gradients = [self._of_tokens(sizes, operation, width) for width in together]
         again = gather[:2]  # what weights' gradients are made of
-        keys, key_gradients = self._context_parallel(sizes)
+        keys, key_gradients, exchanged, recorded = context_traffic(self, sizes)
         result = self._of_tokens(sizes, "all-gather", sizes.hidden)
-        exchanged = self._exchanged(sizes)
-        recorded = self._recorded(sizes)
         unneeded = [*gather, *exchanged, keys, *recorded]
         once_more = [*again, *exchanged[:1]] * self.up_again(sizes)
         if "core_attn" in sizes.config.training.recomputed_modules:
