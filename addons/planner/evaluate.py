@@ -167,19 +167,19 @@ def _of_program(rows: Rows, runs: Runs, later: np.ndarray) -> np.ndarray:
     return predict(rows, waiting) + nanotron.slow_sums(runs)
 
 
-def _expected(found: Comparison, told: bool = False) -> np.ndarray:
+def _expected(found: Comparison, by_step: bool = False) -> np.ndarray:
     """Seconds of a step; of nanotron's runs by the likelier of its two programs, or by that which
     the run's measured step tells."""
     rows = found.rows
     runs = points.runs(rows)
     known = np.array(["nanotron" in row["source"] for row in rows])
     later = nanotron.likely_later(runs)
-    if told:
-        later = _told_by_step(rows, runs, later)
+    if by_step:
+        later = _program_by_step(rows, runs, later)
     return np.where(known, _of_program(rows, runs, later), found.predicted)
 
 
-def _told_by_step(rows: Rows, runs: Runs, likely: np.ndarray) -> np.ndarray:
+def _program_by_step(rows: Rows, runs: Runs, likely: np.ndarray) -> np.ndarray:
     """Which of nanotron's runs are of the later program: those whose measured step is nearer to
     it, and the `likely` ones where the steps of both hardly differ."""
     measured = np.array([float(row["step_s"]) for row in rows])
@@ -197,11 +197,11 @@ def memory(rows: Rows) -> list[str]:
     measured = np.array([float(row["peak_mem_GB"]) for row in rows])
     later, earlier = [np.abs(each / GIB / measured - 1) for each in nanotron.held(runs)]
     likely = nanotron.likely_later(runs)
-    told = _told_by_step(rows, runs, likely)
+    by_step = _program_by_step(rows, runs, likely)
     lines = ["memory of nanotron's first rank, by one of its two programs:"]
     for name, size in (
         ("the likelier for the layout", np.where(likely, later, earlier)),
-        ("the one that the run's step tells", np.where(told, later, earlier)),
+        ("the one that the run's step tells", np.where(by_step, later, earlier)),
         ("the nearer of the two", np.minimum(later, earlier)),
     ):
         share = (size < CLOSE).mean()
@@ -232,7 +232,7 @@ def regret(found: Comparison) -> list[str]:
     ways = ("planner", "rule of thumb", "median layout", informed)
     lost: dict[str, list[float]] = {way: [] for way in ways}
     lines = []
-    advised, told = _expected(found), _expected(found, told=True)
+    advised, by_step = _expected(found), _expected(found, by_step=True)
     for key, members in sorted(groups(found.rows, cell).items()):
         layouts = {
             (found.rows[n]["tp"], found.rows[n]["pp"], found.rows[n]["mbs"]) for n in members
@@ -246,7 +246,7 @@ def regret(found: Comparison) -> list[str]:
                 min(range(len(members)), key=lambda n: rule_of_thumb(found.rows[members[n]]))
             ],
             "median layout": np.median(measured),
-            informed: measured[np.argmin(told[members])],
+            informed: measured[np.argmin(by_step[members])],
         }
         for name, seconds in chosen.items():
             lost[name].append(float(seconds / measured.min() - 1))

@@ -287,6 +287,26 @@ def test_a_runs_step_tells_its_program_and_so_its_memory():
     assert "66.7% of 3 runs" in evaluate.memory(rows)[-2]
 
 
+def test_what_advice_costs_if_each_runs_program_is_known():
+    """The layout that looks best ran on the program that sleeps; its step says so."""
+    shapes = [(tp, pp, 64 // tp // pp) for tp in (1, 2, 4, 8) for pp in (2, 4, 8)]
+    rows = [nanotron_row(ULTRA["3B"], (*shape, 1, 1), 1) for shape in shapes]
+    runs = points.runs(rows)
+    assert not nanotron.likely_later(runs).any()
+    slow, fast = (
+        sum(step_seconds(load("h100").constants, replace(runs, polls=wait)).values())
+        for wait in (nanotron.POLL, 0.0)
+    )
+    first, second = np.argsort(fast)[:2]
+    assert slow[first] > 1.5 * fast[second]
+    for number, row in enumerate(rows):
+        row["step_s"] = str(slow[number] if number == first else fast[number])
+    lines = evaluate.regret(evaluate.compared(rows))
+    worst = [numbers(line)[1] for line in lines if line.startswith("regret of")]
+    assert worst[0] == pytest.approx(100 * (slow[first] / fast[second] - 1), abs=0.1)
+    assert worst[-1] == 0
+
+
 def test_nanotrons_stages_are_cut_by_products_with_the_head():
     # the head costs as much as 4 layers: 20 / 8 for each of 8 stages
     layers = [
