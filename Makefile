@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@sed -n 's/^\([a-z0-9 -]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 32
 
-quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 minutes (in runs/quickstart)
+quickstart: $(VENV)/.runtime  ## text, tokenizer, training, a kill, a resume, generated text: 3 to 5 minutes (in runs/quickstart)
 	@PYTHON=$(PY) sh examples/quickstart/run.sh
 
 test: $(VENV)/.dev $(VENV)/.files  ## the tests of every day (goal: at most 5 minutes on 2 idle cores)
